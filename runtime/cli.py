@@ -1,0 +1,43 @@
+"""The `plait` command: finds the sub-command's `main` in one table and calls it. Nothing else happens here.
+
+The table is the one place where a lower floor is named by a higher one: each folder owns its own sub-commands, imported
+only when called, so that `plait snapshot ls` never loads a kernel.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+# command -> (module with `main(argv) -> exit code`, one line of help)
+COMMANDS = {
+    "train": ("plait.train_cli", "train a language model on a dp x pp x tp grid"),
+    "doctor": ("plait.doctor", "say what this machine has and what plait will use"),
+    "snapshot": ("plait.ckpt.cli", "list, verify and compare snapshots"),
+    "schedule": ("plait.parallel.cli", "show and check pipeline schedules"),
+    "kernels": ("plait.kernels.cli", "compile kernels offline and show what the machine code does"),
+    "bench": ("plait.bench.cli", "run benchmarks beside their best peers"),
+}
+
+
+def usage() -> str:
+    """Returns the help text: one line a command."""
+    rows = [f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items()]
+    return "usage: plait COMMAND [ARG ...]\n\n" + "\n".join(rows) + "\n\n`plait COMMAND --help` says more."
+
+
+def main(argv: list[str]) -> int:
+    """Runs one sub-command; returns its exit code, 2 for an unknown one."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if argv else 2
+    if argv[0] not in COMMANDS:
+        print(f"plait: unknown command {argv[0]!r}; valid: {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    module = importlib.import_module(COMMANDS[argv[0]][0])
+    return int(module.main(argv[1:]))
+
+
+def entry() -> None:
+    """Console script: `plait`."""
+    sys.exit(main(sys.argv[1:]))
