@@ -1,7 +1,7 @@
 """Builds the one extension, `plait._C`, with pybind11 and ninja.
 
-Not a general build system: it writes one `build.ninja` (depfiles included) for the C++17 sources in `csrc/` and runs it.
-Neither torch nor a CUDA toolkit is needed: the CUDA driver is opened at run time.
+Not a general build system: it writes one `build.ninja` (depfiles included) for the C++17 sources in `csrc/` and
+runs it. Neither torch nor a CUDA toolkit is needed: the CUDA driver is opened at run time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The `plait` command: finds the sub-command's `main` in one table and calls it. Nothing else happens here.
 
-The table is the one place where a lower floor is named by a higher one: each folder owns its own sub-commands, imported
-only when called, so that `plait snapshot ls` never loads a kernel.
+The table is the one place where a folder's command line is named from outside: each folder owns its own
+sub-commands, imported only when called, so that `plait snapshot ls` never loads a kernel.
 """
 
 from __future__ import annotations
