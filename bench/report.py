@@ -1,0 +1,94 @@
+"""Turns case results into a table for people and one JSON file for machines. Measures nothing.
+
+Ratios are peer time / our time over paired rounds, with the 95 % interval of their median: above 1, ours is faster.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from plait.bench.device import fingerprint, source_commit
+from plait.bench.spec import SCHEMA, CaseResult, Options, Suite
+from plait.bench.stats import median_interval, paired_ratio
+
+Row = list[str]
+
+
+def rows_of(result: CaseResult) -> list[Row]:
+    """Returns one row a provider: case, provider, median ms with its interval, rates, ratio to ours, figures."""
+    ours = result.providers[result.ours].samples_s
+    rows = []
+    for name, measured in result.providers.items():
+        if measured.skipped:
+            rows.append([result.case.name, name, "-", "-", "-", f"skipped: {measured.skipped}"])
+            continue
+        mid = median(measured.samples_s)
+        low, high = median_interval(measured.samples_s)
+        ratio = "1"
+        if name != result.ours and ours:
+            value, ratio_low, ratio_high = paired_ratio(ours, measured.samples_s)
+            ratio = f"{value:.2f} ({ratio_low:.2f}-{ratio_high:.2f})"
+        figures = ", ".join(f"{key} {value:.4g}" for key, value in measured.figures.items())
+        rows.append(
+            [
+                result.case.name,
+                name,
+                f"{mid * 1e3:.3f} ({low * 1e3:.3f}-{high * 1e3:.3f})",
+                rate_of(result, mid),
+                ratio,
+                figures,
+            ]
+        )
+    return rows
+
+
+def rate_of(result: CaseResult, seconds: float) -> str:
+    """Returns GFLOP/s or GB/s by the case's own formula, '-' where it has none."""
+    if result.case.flop:
+        return f"{result.case.flop / seconds / 1e9:.2f} GFLOP/s"
+    if result.case.bytes_moved:
+        return f"{result.case.bytes_moved / seconds / 1e9:.2f} GB/s"
+    return "-"
+
+
+def markdown(results: list[CaseResult]) -> str:
+    """Returns the results as one Markdown table, columns padded so that a terminal shows it well too."""
+    header = ["case", "provider", "ms, median (95 %)", "rate", "peer / ours", "figures"]
+    rows = [header, *(row for result in results for row in rows_of(result))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([lines[0], rule, *lines[1:], *(f"\n{r.case.name}: {r.note}" for r in results if r.note)])
+
+
+def document(suite: Suite, results: list[CaseResult], options: Options, command: str) -> dict[str, Any]:
+    """Returns the result file's content, schema version 1: every sample, the machine, the commit, the command, the date."""
+    return {
+        "schema": SCHEMA,
+        "suite": suite.name,
+        "command": command,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "source": source_commit(),
+        "machine": fingerprint(),
+        "options": vars(options),
+        "cases": [result.to_json() for result in results],
+    }
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes the file whole or not at all: a new file beside it, synced, then renamed over it. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w") as file:
+        json.dump(content, file, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,77 @@
+"""What a benchmark is, as data: suites, cases, and what was measured of each provider. Runs and prints nothing.
+
+A provider is an implementation under test. Its samples are seconds per iteration, all of them, in the order taken;
+sample i of every provider of a case belongs to the same round, so that ratios are paired.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of a suite: a name, the parameters that define it, and its work by formula.
+
+    flop and bytes_moved are per iteration; None where the quantity says nothing about the case.
+    """
+
+    name: str
+    params: dict[str, Any]
+    flop: float | None = None
+    bytes_moved: float | None = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """How long to measure: rounds counted after warmup rounds; seed orders the providers of each round."""
+
+    rounds: int = 20
+    warmup: int = 3
+    seed: int = 0
+    full: bool = False
+
+
+@dataclass
+class Measured:
+    """What one provider did in one case: all samples in seconds, how its result was checked, further figures by name.
+
+    `skipped` is the reason when it could not run; then there are no samples.
+    """
+
+    samples_s: list[float] = field(default_factory=list)
+    check: str = ""
+    figures: dict[str, float] = field(default_factory=dict)
+    skipped: str = ""
+
+
+@dataclass
+class CaseResult:
+    """One case with all its providers; `ours` names the provider that ratios are taken against."""
+
+    case: Case
+    ours: str
+    providers: dict[str, Measured]
+    note: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain data for the result file."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A named list of cases and the function that measures one of them.
+
+    cases(full) returns the small default list or the whole one; measure(case, options) returns its result and raises
+    on a wrong one: no number without a passed check.
+    """
+
+    name: str
+    about: str
+    cases: Callable[[bool], list[Case]]
+    measure: Callable[[Case, Options], CaseResult]
