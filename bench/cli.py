@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from plait.bench import report
-from plait.bench.spec import Options, Suite
+from plait.bench.spec import Options, Suite, WrongResultError
 
 # suite -> module that holds its SUITE; imported only when it runs
 SUITES = {
@@ -21,10 +21,6 @@ SUITES = {
     "snapshots": "plait.bench.suite_snapshots",
     "pipeline": "plait.bench.suite_pipeline",
 }
-
-
-class WrongResultError(RuntimeError):
-    """A provider's result differs from the oracle's: its time means nothing."""
 
 
 def parser() -> argparse.ArgumentParser:

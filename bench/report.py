@@ -69,7 +69,7 @@ def markdown(results: list[CaseResult]) -> str:
 
 
 def document(suite: Suite, results: list[CaseResult], options: Options, command: str) -> dict[str, Any]:
-    """Returns the result file's content, schema version 1: every sample, the machine, the commit, the command, the date."""
+    """Returns the result file's content, schema version 1: all samples, the machine, commit, command and date."""
     return {
         "schema": SCHEMA,
         "suite": suite.name,

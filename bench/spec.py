@@ -13,6 +13,10 @@ from typing import Any
 SCHEMA = 1
 
 
+class WrongResultError(RuntimeError):
+    """A provider's result differs from the oracle's: its time means nothing."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One row of a suite: a name, the parameters that define it, and its work by formula.

@@ -1,4 +1,4 @@
-"""Keeps the house: who may import whom, how long a file may be, that the wheel and README hold what the disk holds."""
+"""Keeps the house: who may import whom, how long a file is, that wheel and README hold what the disk holds."""
 
 from __future__ import annotations
 
