@@ -1,0 +1,235 @@
+"""What one training run is asked to do: flags, a TOML file with the same keys, and the defaults of a preset.
+
+Not the model's dimensions (`plait.model`) and nothing that needs torch: a wrong flag is answered in milliseconds.
+The one idea: a value comes from the first of (flag, TOML file, preset, field default) that names it, and every key
+that nobody knows is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
+RECOMPUTE = ("none", "full", "selective")
+DTYPES = ("float32", "bfloat16", "float64")
+
+# What a preset sets beside the model of the same name. `tiny` is sized for 8 ranks on 2 cores in one to two
+# minutes; the learning rates are the usual ones for their widths, not tuned here.
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": dict(steps=150, global_batch=16, micro_batch=2, seq=128, lr=3e-3, lr_decay_steps=300, save_every=25),
+    "small": dict(steps=1000, global_batch=32, micro_batch=2, seq=256, lr=1e-3, lr_decay_steps=1000, save_every=100),
+    "125m": dict(
+        steps=10000, global_batch=64, micro_batch=4, seq=1024, lr=6e-4, lr_decay_steps=10000, save_every=200
+    ),
+    "1b": dict(steps=50000, global_batch=256, micro_batch=2, seq=2048, lr=3e-4, lr_decay_steps=50000, save_every=250),
+    "llama3-8b": dict(
+        steps=100000, global_batch=1024, micro_batch=1, seq=8192, lr=3e-4, lr_decay_steps=100000, save_every=250
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run. Sizes count rows and tokens; a row is one sequence of `seq` tokens. Checked by `build`."""
+
+    mesh: str = "dp=1"  # axis=size, comma separated
+    preset: str = "tiny"
+    steps: int  # total optimizer steps of the run, not of this start
+    out: Path = Path("runs/default")
+    data: Path | None = None  # None: the standard library's source
+    schedule: str = "1f1b"
+    chunks: int = 2  # stages a rank holds under `interleaved`
+    recompute: str = "none"
+    zero: int = 1
+    sequence_parallel: bool = False
+    seed: int = 0
+    dtype: str = "float32"
+    dropout: float = 0.0
+    global_batch: int  # rows per optimizer step over the whole grid
+    micro_batch: int  # rows per micro-batch of one data-parallel rank
+    seq: int
+    lr: float
+    lr_decay_steps: int
+    save_every: int
+    keep: int = 3
+    keep_every: int | None = None
+    resume: str = "latest"  # latest | none | a step
+    from_: str | None = None  # DIR or DIR@STEP
+    json: Path | None = None
+
+
+HELP = {
+    "mesh": "grid, e.g. dp=2,pp=2,tp=2",
+    "preset": f"model and defaults: {', '.join(PRESETS)}",
+    "steps": "total number of optimizer steps",
+    "out": "folder of the run: snapshots, metrics, plot",
+    "data": "a text file to train on (default: the standard library's source)",
+    "schedule": f"pipeline schedule: {', '.join(SCHEDULES)}",
+    "chunks": "stages a rank holds under interleaved",
+    "recompute": f"activations to recompute: {', '.join(RECOMPUTE)}",
+    "zero": "0: every dp rank holds the whole optimizer state; 1: it is sharded over dp",
+    "sequence_parallel": "split norms and dropout over tp along the sequence",
+    "seed": "root seed of weights, data order and dropout",
+    "dtype": f"dtype of weights and activations: {', '.join(DTYPES)}",
+    "dropout": "probability in [0, 1)",
+    "global_batch": "rows per optimizer step over the whole grid",
+    "micro_batch": "rows per micro-batch of one dp rank",
+    "seq": "tokens per row",
+    "lr": "peak learning rate",
+    "lr_decay_steps": "step at which the learning rate has come down",
+    "save_every": "steps between snapshots",
+    "keep": "newest snapshots to keep",
+    "keep_every": "also keep every snapshot whose step is a multiple of this",
+    "resume": "latest, none or a step of --out",
+    "from_": "start from a snapshot of another run: DIR or DIR@STEP",
+    "json": "write the final metrics to this file",
+}
+
+
+class ConfigError(ValueError):
+    """A flag or a key that cannot be: names it, its value and what would be right."""
+
+
+def flag_of(name: str) -> str:
+    """Field name -> flag, `keep_every` -> `--keep-every`."""
+    return "--" + name.rstrip("_").replace("_", "-")
+
+
+def _kind(hint: Any) -> type:
+    """The type behind `T` or `T | None`."""
+    kinds = [kind for kind in get_args(hint) if kind is not type(None)] or [hint]
+    return kinds[0]
+
+
+KINDS: dict[str, type] = {name: _kind(hint) for name, hint in get_type_hints(RunConfig).items()}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of leaving the process, so that a caller decides what an error does."""
+
+    def error(self, message: str) -> Any:
+        raise ConfigError(message)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of `plait train`; every default is None, so that what was said can be told from what was not."""
+    result = _Parser(prog="plait train", description="Trains a Llama-style model on a dp x pp x tp grid.")
+    result.add_argument("--config", type=Path, metavar="FILE.toml", help="the same keys in a TOML file; flags win")
+    for name, kind in KINDS.items():
+        if kind is bool:
+            result.add_argument(
+                flag_of(name), dest=name, default=None, action=argparse.BooleanOptionalAction, help=HELP[name]
+            )
+        else:
+            result.add_argument(flag_of(name), dest=name, default=None, type=kind, help=HELP[name])
+    return result
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Keys of a TOML file as field names with checked types; raises ConfigError naming file and key."""
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config: cannot read {str(path)!r}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: {error}") from error
+    result = {}
+    for key, value in raw.items():
+        name = {"from": "from_"}.get(key, key.replace("-", "_"))
+        if name not in KINDS or (key.endswith("_")):
+            valid = ", ".join(flag_of(field)[2:] for field in KINDS)
+            raise ConfigError(f"{path}: unknown key {key!r}; valid: {valid}")
+        result[name] = _typed(name, value, f"{path}: {key}")
+    return result
+
+
+def _typed(name: str, value: Any, where: str) -> Any:
+    kind = KINDS[name]
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if name == "resume" and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ConfigError(f"{where} is {value!r}; it takes a {kind.__name__}")
+    return value
+
+
+def parse(argv: list[str]) -> RunConfig:
+    """Flags (and the file that `--config` names) -> a checked RunConfig; raises ConfigError."""
+    given = {name: value for name, value in vars(parser().parse_args(argv)).items() if value is not None}
+    path = given.pop("config", None)
+    return build({**(read_toml(path) if path else {}), **given})
+
+
+def build(values: Mapping[str, Any]) -> RunConfig:
+    """Field values over the preset's over the defaults -> a checked RunConfig; raises ConfigError."""
+    preset = values.get("preset", RunConfig.preset)
+    if preset not in PRESETS:
+        raise ConfigError(f"--preset {preset!r} is unknown; valid: {', '.join(PRESETS)}")
+    unknown = [name for name in values if name not in KINDS]
+    if unknown:
+        raise ConfigError(f"unknown key {unknown[0]!r}; valid: {', '.join(KINDS)}")
+    config = RunConfig(**{**PRESETS[preset], **values})
+    _check(config)
+    return config
+
+
+def _check(config: RunConfig) -> None:
+    for name in (
+        "global_batch",
+        "micro_batch",
+        "seq",
+        "lr_decay_steps",
+        "save_every",
+        "keep",
+        "keep_every",
+        "chunks",
+    ):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{flag_of(name)} is {value}; it must be at least 1")
+    if config.steps < 0:
+        raise ConfigError(f"--steps is {config.steps}; it must be at least 0")
+    for name, valid in (("schedule", SCHEDULES), ("recompute", RECOMPUTE), ("dtype", DTYPES), ("zero", (0, 1))):
+        if getattr(config, name) not in valid:
+            said = ", ".join(map(str, valid))
+            raise ConfigError(f"{flag_of(name)} {getattr(config, name)!r} is unknown; valid: {said}")
+    if not 0.0 <= config.dropout < 1.0:
+        raise ConfigError(f"--dropout is {config.dropout}; it must be in [0, 1)")
+    if not config.lr > 0.0:
+        raise ConfigError(f"--lr is {config.lr}; it must be above 0")
+    if not 0 <= config.seed < 2**63:
+        raise ConfigError(f"--seed is {config.seed}; it must be in [0, 2**63)")
+    if config.resume not in ("latest", "none") and not config.resume.isdigit():
+        raise ConfigError(f"--resume {config.resume!r}; it takes latest, none or a step")
+    if config.data is not None and not config.data.is_file():
+        raise ConfigError(f"--data: no file {str(config.data)!r}")
+    if config.out.exists() and not config.out.is_dir():
+        raise ConfigError(f"--out: {str(config.out)!r} is not a folder")
+    if config.from_ is not None:
+        source, _ = split_source(config.from_)
+        if not source.is_dir():
+            raise ConfigError(f"--from: no folder {str(source)!r}")
+
+
+def split_source(text: str) -> tuple[Path, int | None]:
+    """`DIR` or `DIR@STEP` -> (folder, step or None for the newest)."""
+    folder, mark, step = text.rpartition("@")
+    if mark and step.isdigit():
+        return Path(folder), int(step)
+    return Path(text), None
+
+
+def as_plain(config: RunConfig) -> dict[str, Any]:
+    """The run as plain data, for metrics files."""
+    return {name.rstrip("_"): str(v) if isinstance(v, Path) else v for name, v in asdict(config).items()}
+
+
+assert {f.name for f in fields(RunConfig) if f.default is MISSING} == set(PRESETS["tiny"]), "a preset fills all"

@@ -1,0 +1,229 @@
+"""The launcher: it ends all ranks as one, says who failed and why, and leaves no process, however it ends.
+
+Each case runs a small program in a fresh interpreter, because a launcher forks before torch is used. Nothing waits
+by the clock: tests read lines and wait for processes to end.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+pytestmark = pytest.mark.ranks
+
+HEAD = """
+import os, signal, sys, time
+import torch
+from plait.launch import launch
+from plait.view import PlainView
+def wait():
+    while True:
+        signal.pause()
+def hang():  # as a collective does: no Python runs
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    wait()
+"""
+TAIL = "\nsys.exit(launch(program, {world}, PlainView(sys.stdout), stop_bound_s={bound}))\n"
+END_S = 60  # a bound against a hanging test, never a measure
+
+
+@contextmanager
+def launched(body: str, world: int = 3, bound: float = 30.0) -> Iterator[subprocess.Popen[str]]:
+    """A launcher that runs `body` (defines `program`); killed at the end if it still runs."""
+    code = HEAD + body + TAIL.format(world=world, bound=bound)
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
+    ) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+def read_until(process: subprocess.Popen[str], marks: list[str]) -> list[str]:
+    """Lines until each mark was seen once."""
+    assert process.stdout is not None
+    left, lines = list(marks), []
+    while left:
+        line = process.stdout.readline()
+        assert line, f"ended without {left}; said {lines}"
+        lines.append(line.rstrip())
+        left = [mark for mark in left if mark not in line]
+    return lines
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    out, _ = process.communicate(timeout=END_S)
+    return process.returncode, out
+
+
+def pids_of(lines: list[str]) -> list[int]:
+    (line,) = [line for line in lines if line.startswith("ranks: pids ")]
+    return [int(word) for word in line.split()[2:]]
+
+
+def assert_gone(pids: list[int]) -> None:
+    """Waits until each process has ended (a pidfd tells), then checks that it has."""
+    for pid in pids:
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        readable, _, _ = select.select([fd], [], [], END_S)
+        os.close(fd)
+        assert readable, f"process {pid} still runs"
+
+
+def test_all_ranks_return() -> None:
+    body = """
+def program(rank):
+    rank.connect()
+    total = torch.ones(()) * rank.rank
+    torch.distributed.all_reduce(total)
+    rank.emit({"kind": "note", "text": f"event {rank.rank} of {rank.place.world_size}: {total.item()}"})
+    print("to stdout", rank.rank)
+    print("to stderr", rank.rank, file=sys.stderr)
+    rank.disconnect()
+"""
+    with launched(body) as process:
+        status, out = finish(process)
+    assert status == 0, out
+    for rank in range(3):
+        assert f"[rank {rank}] to stdout {rank}" in out
+        assert f"[rank {rank}] to stderr {rank}" in out
+        assert f"event {rank} of 3: 3.0" in out
+
+
+def test_a_rank_that_raises_is_named_with_its_error() -> None:
+    body = """
+def program(rank):
+    if rank.rank == 1:
+        raise ValueError("the weights are blue")
+    hang()
+"""
+    with launched(body) as process:
+        lines = read_until(process, ["ranks: pids"])
+        status, out = finish(process)
+        assert_gone(pids_of(lines))
+    assert status == 1
+    assert "rank 1 (pid" in out and "exited with status 1; its last error: ValueError: the weights are blue" in out
+    assert "the other ranks were stopped" in out
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
+def test_a_killed_rank_is_named_with_its_signal(number: signal.Signals) -> None:
+    body = """
+def program(rank):
+    print("about to wait", rank.rank)
+    wait()
+"""
+    with launched(body) as process:
+        lines = read_until(process, ["ranks: pids"] + [f"about to wait {rank}" for rank in range(3)])
+        pids = pids_of(lines)
+        os.kill(pids[2], number)
+        status, out = finish(process)
+        assert_gone(pids)
+    assert status == 1
+    assert f"rank 2 (pid {pids[2]}) was killed by {number.name}; its last line: about to wait 2" in out
+
+
+def test_the_first_to_fail_is_named_not_the_peers_that_lost_it() -> None:
+    body = """
+def program(rank):
+    rank.connect()
+    torch.distributed.barrier()
+    print("joined", rank.rank)
+    if rank.rank == 0:
+        wait()
+    torch.distributed.all_reduce(torch.ones(()))
+"""
+    with launched(body) as process:
+        lines = read_until(process, ["ranks: pids"] + [f"joined {rank}" for rank in range(3)])
+        os.kill(pids_of(lines)[0], signal.SIGKILL)
+        status, out = finish(process)
+    assert status == 1
+    assert "rank 0 (pid" in out.splitlines()[-1] and "was killed by SIGKILL" in out.splitlines()[-1]
+
+
+def test_a_rank_that_leaves_without_a_word() -> None:
+    with launched("def program(rank):\n    os._exit(7) if rank.rank == 2 else hang()\n") as process:
+        status, out = finish(process)
+    assert status == 1 and "rank 2 (pid" in out and "exited with status 7" in out
+
+
+def test_ranks_die_with_a_killed_launcher() -> None:
+    body = "def program(rank):\n    print('up', rank.rank)\n    hang()\n"
+    with launched(body) as process:
+        pids = pids_of(read_until(process, ["ranks: pids", "up 0", "up 1", "up 2"]))
+        process.kill()
+        process.wait(timeout=END_S)
+        assert_gone(pids)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_asks_every_rank_to_stop_and_exit_is_0(number: signal.Signals) -> None:
+    body = """
+def program(rank):
+    print("up", rank.rank)
+    while not rank.stop.requested:
+        time.sleep(0.01)
+    print("saved", rank.rank)
+"""
+    with launched(body) as process:
+        pids = pids_of(read_until(process, ["ranks: pids", "up 0", "up 1", "up 2"]))
+        process.send_signal(number)
+        status, out = finish(process)
+        assert_gone(pids)
+    assert status == 0, out
+    assert f"{number.name}: finishing the step" in out
+    assert all(f"saved {rank}" in out for rank in range(3))
+
+
+def test_a_rank_that_does_not_stop_in_time_is_killed() -> None:
+    with launched("def program(rank):\n    print('up', rank.rank)\n    hang()\n", bound=0.1) as process:
+        pids = pids_of(read_until(process, ["ranks: pids", "up 0", "up 1", "up 2"]))
+        process.terminate()
+        status, out = finish(process)
+        assert_gone(pids)
+    assert status == 1 and "ranks 0, 1, 2 did not stop within 0.1 s" in out
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    with launched("def program(rank):\n    print('up', rank.rank)\n    hang()\n") as process:
+        pids = pids_of(read_until(process, ["ranks: pids", "up 0", "up 1", "up 2"]))
+        process.terminate()
+        read_until(process, ["SIGTERM: finishing"])
+        process.terminate()
+        status, out = finish(process)
+        assert_gone(pids)
+    assert status == 128 + signal.SIGTERM and "second signal" in out
+
+
+def test_a_reader_that_goes_away_ends_the_run() -> None:
+    body = """
+def program(rank):
+    print("up", rank.rank)
+    while True:
+        print("more")
+"""
+    with launched(body) as process:
+        pids = pids_of(read_until(process, ["ranks: pids"]))
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait(timeout=END_S) != 0
+        assert_gone(pids)
+
+
+def test_a_long_line_without_an_end_is_not_lost() -> None:
+    body = "def program(rank):\n    sys.stdout.write('x' * 200000 + 'end')\n"
+    with launched(body, world=1) as process:
+        status, out = finish(process)
+    assert status == 0 and "x" * 200000 + "end" in out

@@ -1,0 +1,1 @@
+../../runtime/doctor.py

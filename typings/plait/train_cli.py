@@ -1,0 +1,1 @@
+../../runtime/train_cli.py
