@@ -1,7 +1,7 @@
 """The main job built from torch's own pieces, as torchtitan puts them together: the peer of the `train` suite.
 
 DTensor tensor parallelism (with or without sequence parallelism), torch.distributed.pipelining's schedules, DDP or
-FSDP2 over dp, torch.optim.AdamW, clipping over the whole grid. Not a second trainer: it exists to be timed beside ours,
+FSDP2 over dp, torch.optim.AdamW, clipping over the whole grid. Not a second trainer: it is timed beside ours,
 and it starts from our weights so that its losses can be compared before its time counts.
 """
 

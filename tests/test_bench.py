@@ -68,7 +68,7 @@ def test_nothing_to_time_is_refused(providers, options):
 
 
 def test_median_interval_of_known_order_statistics():
-    # n = 20: P(X <= 5) = 0.0207, P(X <= 6) = 0.0577 for Binomial(20, 1/2): drop 5 + 1 - 1 at each end, ranks 6 and 15.
+    # n = 20, Binomial(20, 1/2): P(X <= 5) = 0.0207 and P(X <= 6) = 0.0577, so the interval is ranks 6 and 15.
     assert median_interval([float(v) for v in range(1, 21)]) == (6.0, 15.0)
     assert median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
     assert median_interval([5.0]) == (5.0, 5.0)

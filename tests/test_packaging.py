@@ -1,0 +1,73 @@
+"""A wheel built from a copy of the sources holds every package, the extension, the types marker and the licences."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("kernels", "parallel", "ckpt", "bench", "runtime", "csrc")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> zipfile.ZipFile:
+    """Builds in a copy, so that the checkout keeps its own build."""
+    work = tmp_path_factory.mktemp("wheel")
+    source = work / "source"
+    source.mkdir()
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(work),
+        ".",
+    ]
+    subprocess.run(command, cwd=source, check=True, capture_output=True, text=True)
+    return zipfile.ZipFile(next(work.glob("plait-*.whl")))
+
+
+def test_wheel_holds_every_python_file(wheel):
+    wanted = set()
+    for folder in FOLDERS[:-1]:
+        for path in (ROOT / folder).rglob("*.py"):
+            parts = path.relative_to(ROOT).parts
+            wanted.add("/".join(("plait", *(parts[1:] if folder == "runtime" else parts))))
+    missing = wanted - set(wheel.namelist())
+    assert not missing, f"not in the wheel: {sorted(missing)}"
+
+
+def test_wheel_holds_extension_marker_and_licences(wheel):
+    names = wheel.namelist()
+    assert any(n.startswith("plait/_C.") and n.endswith(".so") for n in names)
+    assert "plait/py.typed" in names
+    assert sum("licenses/" in n for n in names) >= 2
+
+
+def test_installed_wheel_imports_outside_the_checkout(wheel, tmp_path):
+    wheel.extractall(tmp_path)
+    code = (
+        "import plait.ckpt, plait.parallel.schedules as s, plait._C, plait; print(plait.__file__);"
+        "s.one_f_one_b(num_stages=2, num_microbatches=4).check()"
+    )
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert str(tmp_path) in result.stdout
