@@ -1,0 +1,29 @@
+// CRC32C (Castagnoli, as in iSCSI and ext4) against damage, XXH3-128 for
+// equality of content. Not cryptographic: neither stops an attacker.
+#ifndef PLAIT_CSRC_CHECKSUM_HPP_
+#define PLAIT_CSRC_CHECKSUM_HPP_
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace plait {
+
+// CRC32C of data; `value` is the result for the bytes before it, 0 at the
+// start. Takes the SSE4.2 instruction where the CPU has it, else tables.
+uint32_t crc32c(const void* data, size_t bytes, uint32_t value = 0);
+// The portable path, which tests hold against the other one.
+uint32_t crc32c_table(const void* data, size_t bytes, uint32_t value = 0);
+bool crc32c_has_hardware();
+
+// One CRC32C per block of `block_bytes`, the last one of what is left.
+std::vector<uint32_t> crc32c_blocks(const void* data, size_t bytes,
+                                    size_t block_bytes);
+
+// XXH3-128 without seed, in canonical (big-endian) byte order.
+std::array<uint8_t, 16> xxh3_128(const void* data, size_t bytes);
+
+}  // namespace plait
+
+#endif  // PLAIT_CSRC_CHECKSUM_HPP_

@@ -1,0 +1,71 @@
+#include "cuda_driver.hpp"
+
+#include <dlfcn.h>
+
+#include <stdexcept>
+
+namespace plait {
+namespace {
+
+template <typename Function>
+bool load(void* library, const char* symbol, Function*& function) {
+  function = reinterpret_cast<Function*>(::dlsym(library, symbol));
+  return function != nullptr;
+}
+
+}  // namespace
+
+CudaDriver::CudaDriver() {
+  // NODELETE: the driver starts threads and must not be unmapped under them.
+  library_ = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
+  if (library_ == nullptr) {
+    const char* text = ::dlerror();
+    reason_ = text != nullptr ? text : "libcuda.so.1 cannot be opened";
+    return;
+  }
+  const bool complete =
+      load(library_, "cuInit", init_) &&
+      load(library_, "cuDriverGetVersion", version_) &&
+      load(library_, "cuGetErrorString", error_string_) &&
+      load(library_, "cuMemHostRegister_v2", host_register_) &&
+      load(library_, "cuMemHostUnregister", host_unregister_);
+  if (!complete) {
+    reason_ = "libcuda.so.1 lacks cuMemHostRegister_v2 or another call";
+  }
+}
+
+CudaDriver::~CudaDriver() {
+  if (library_ != nullptr) {
+    ::dlclose(library_);
+  }
+}
+
+void CudaDriver::throw_if(int result, const char* call) const {
+  if (result == 0) {
+    return;
+  }
+  const char* text = nullptr;
+  error_string_(result, &text);
+  throw std::runtime_error(std::string(call) + ": " +
+                           (text != nullptr ? text : "unknown error") + " (" +
+                           std::to_string(result) + ")");
+}
+
+int CudaDriver::version() const {
+  int version = 0;
+  throw_if(version_(&version), "cuDriverGetVersion");
+  return version;
+}
+
+void CudaDriver::initialize() const { throw_if(init_(0), "cuInit"); }
+
+void CudaDriver::host_register(void* address, size_t bytes) const {
+  constexpr unsigned kPortable = 1;  // CU_MEMHOSTREGISTER_PORTABLE
+  throw_if(host_register_(address, bytes, kPortable), "cuMemHostRegister");
+}
+
+void CudaDriver::host_unregister(void* address) const {
+  throw_if(host_unregister_(address), "cuMemHostUnregister");
+}
+
+}  // namespace plait

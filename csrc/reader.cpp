@@ -1,0 +1,222 @@
+#include "reader.hpp"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+
+#include "aligned_buffer.hpp"
+#include "checksum.hpp"
+#include "errors.hpp"
+#include "file.hpp"
+#include "workers.hpp"
+
+namespace plait {
+namespace {
+
+// What one request wants of one block.
+struct Part {
+  uint64_t block;
+  uint64_t offset;  // In the block.
+  uint64_t bytes;
+  char* target;
+};
+
+void check_arguments(uint64_t file_bytes, size_t num_crcs,
+                     const ReadOptions& options) {
+  if (options.block_bytes == 0 || options.block_bytes % kDirectAlignment != 0) {
+    throw std::invalid_argument("read_ranges: block_bytes is " +
+                                std::to_string(options.block_bytes) +
+                                ", must be a positive multiple of 4096");
+  }
+  if (options.threads < 1) {
+    throw std::invalid_argument("read_ranges: threads is " +
+                                std::to_string(options.threads) +
+                                ", must be >= 1");
+  }
+  const uint64_t num_blocks =
+      (file_bytes + options.block_bytes - 1) / options.block_bytes;
+  if (num_crcs != num_blocks) {
+    throw std::invalid_argument("read_ranges: " + std::to_string(num_crcs) +
+                                " crcs, but " + std::to_string(file_bytes) +
+                                " bytes are " + std::to_string(num_blocks) +
+                                " blocks");
+  }
+}
+
+// Cuts the requests at block boundaries; sorted by block.
+std::vector<Part> cut(const std::vector<ReadRequest>& requests,
+                      uint64_t file_bytes, uint64_t block_bytes) {
+  std::vector<Part> parts;
+  for (const ReadRequest& request : requests) {
+    if (request.file_offset > file_bytes ||
+        request.bytes > file_bytes - request.file_offset) {
+      throw std::invalid_argument(
+          "read_ranges: the range at " + std::to_string(request.file_offset) +
+          " of " + std::to_string(request.bytes) + " bytes ends after " +
+          std::to_string(file_bytes));
+    }
+    if (request.address == 0 && request.bytes > 0) {
+      throw std::invalid_argument("read_ranges: the range at " +
+                                  std::to_string(request.file_offset) +
+                                  " has address 0");
+    }
+    uint64_t done = 0;
+    while (done < request.bytes) {
+      const uint64_t at = request.file_offset + done;
+      const uint64_t offset = at % block_bytes;
+      const uint64_t bytes =
+          std::min(block_bytes - offset, request.bytes - done);
+      parts.push_back({at / block_bytes, offset, bytes,
+                       reinterpret_cast<char*>(request.address + done)});
+      done += bytes;
+    }
+  }
+  std::stable_sort(
+      parts.begin(), parts.end(),
+      [](const Part& a, const Part& b) { return a.block < b.block; });
+  return parts;
+}
+
+// True when the page cache holds the whole range: then a copy from there is
+// several times faster than the device.
+bool is_cached(int fd, uint64_t offset, uint64_t bytes) {
+  constexpr size_t kPage = 4096;
+  void* mapped = ::mmap(nullptr, bytes, PROT_READ, MAP_SHARED, fd,
+                        static_cast<off_t>(offset));
+  if (mapped == MAP_FAILED) {
+    return false;
+  }
+  std::vector<unsigned char> pages((bytes + kPage - 1) / kPage);
+  const bool known = ::mincore(mapped, bytes, pages.data()) == 0;
+  ::munmap(mapped, bytes);
+  return known && std::all_of(pages.begin(), pages.end(),
+                              [](unsigned char page) { return page & 1; });
+}
+
+// What block workers share. Owns up to two descriptors of the file, since
+// direct I/O is a property of the descriptor.
+class BlockReader {
+ public:
+  BlockReader(Io& io, const std::string& path, uint64_t file_bytes,
+              const std::vector<uint32_t>& crcs, std::vector<Part> parts,
+              const ReadOptions& options)
+      : buffered_(io, path, O_RDONLY),
+        file_bytes_(file_bytes),
+        block_bytes_(options.block_bytes),
+        crcs_(crcs),
+        parts_(std::move(parts)) {
+    check_size();
+    for (size_t i = 0; i < parts_.size(); ++i) {
+      if (i == 0 || parts_[i].block != parts_[i - 1].block) {
+        starts_.push_back(i);
+        bytes_read_ += block_size(parts_[i].block);
+      }
+    }
+    starts_.push_back(parts_.size());
+    for (int i = 0; i < options.threads; ++i) {
+      buffers_.emplace_back(block_bytes_);
+    }
+    if (options.direct && num_blocks() > 0) {
+      direct_ = std::make_unique<File>(io, path, O_RDONLY);
+      direct_->try_direct();
+    }
+  }
+
+  uint64_t num_blocks() const { return starts_.size() - 1; }  // Touched ones.
+  uint64_t bytes_read() const { return bytes_read_; }
+
+  void read_block(int worker, uint64_t index) {
+    const Part* begin = parts_.data() + starts_[index];
+    const Part* end = parts_.data() + starts_[index + 1];
+    const uint64_t block = begin->block;
+    const uint64_t bytes = block_size(block);
+    const uint64_t offset = block * block_bytes_;
+    File* file = &buffered_;
+    if (direct_ && direct_->direct() &&
+        !is_cached(buffered_.descriptor(), offset, bytes)) {
+      file = direct_.get();
+    }
+    const bool whole = end - begin == 1 && begin->bytes == bytes;
+    const auto address = reinterpret_cast<uintptr_t>(begin->target);
+    const bool in_place =
+        whole && (file == &buffered_ || is_aligned(address, bytes));
+    char* data =
+        in_place ? begin->target : buffers_[static_cast<size_t>(worker)].data();
+    const size_t capacity =
+        file->direct() ? round_up(bytes, kDirectAlignment) : bytes;
+    verify(block, data, file->read_at(data, bytes, capacity, offset));
+    for (const Part* part = begin; part != end && !in_place; ++part) {
+      std::memcpy(part->target, data + part->offset, part->bytes);
+    }
+  }
+
+  void close() {
+    buffered_.close();
+    if (direct_) {
+      direct_->close();
+    }
+  }
+
+ private:
+  uint64_t block_size(uint64_t block) const {
+    return std::min(block_bytes_, file_bytes_ - block * block_bytes_);
+  }
+
+  void check_size() const {
+    const uint64_t size = buffered_.size();
+    if (size != file_bytes_) {
+      throw ChecksumError("'" + buffered_.path() + "' has " +
+                              std::to_string(size) + " bytes, expected " +
+                              std::to_string(file_bytes_),
+                          buffered_.path(), -1);
+    }
+  }
+
+  void verify(uint64_t block, const char* data, uint64_t bytes) const {
+    const uint64_t expected = block_size(block);
+    if (bytes == expected && crc32c(data, bytes) == crcs_[block]) {
+      return;
+    }
+    const uint64_t offset = block * block_bytes_;
+    throw ChecksumError(
+        "block " + std::to_string(block) + " (bytes " + std::to_string(offset) +
+            " to " + std::to_string(offset + expected) + ") of '" +
+            buffered_.path() + "' " +
+            (bytes == expected ? "does not match its CRC32C"
+                               : "ends after " + std::to_string(bytes)),
+        buffered_.path(), static_cast<int64_t>(block));
+  }
+
+  File buffered_;
+  std::unique_ptr<File> direct_;
+  const uint64_t file_bytes_;
+  const uint64_t block_bytes_;
+  const std::vector<uint32_t>& crcs_;
+  const std::vector<Part> parts_;
+  std::vector<size_t> starts_;  // First part of each touched block, and an end.
+  uint64_t bytes_read_ = 0;
+  std::vector<AlignedBuffer> buffers_;  // One per worker.
+};
+
+}  // namespace
+
+uint64_t read_ranges(Io& io, const std::string& path, uint64_t file_bytes,
+                     const std::vector<uint32_t>& crcs,
+                     const std::vector<ReadRequest>& requests,
+                     const ReadOptions& options) {
+  check_arguments(file_bytes, crcs.size(), options);
+  BlockReader reader(io, path, file_bytes, crcs,
+                     cut(requests, file_bytes, options.block_bytes), options);
+  Workers workers(
+      options.threads, "plait-read", reader.num_blocks(),
+      [&](int worker, uint64_t index) { reader.read_block(worker, index); });
+  workers.close();
+  reader.close();
+  return reader.bytes_read();
+}
+
+}  // namespace plait

@@ -1,0 +1,182 @@
+#include "staging_pool.hpp"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "errors.hpp"
+#include "file.hpp"
+#include "workers.hpp"
+
+namespace plait {
+namespace {
+
+// A task's share: small enough to balance the threads, and below this in total
+// starting a thread costs more than the copy.
+constexpr uint64_t kTaskBytes = uint64_t{4} << 20;
+
+// Maps `bytes` at a huge-page boundary: takes one huge page more and gives the
+// unaligned ends back.
+char* map_aligned(size_t bytes) {
+  const size_t mapped = bytes + kHugePageBytes;
+  void* memory = ::mmap(nullptr, mapped, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) {
+    throw_errno(errno, "mmap",
+                "staging pool of " + std::to_string(bytes) + " bytes");
+  }
+  char* const begin = static_cast<char*>(memory);
+  const auto address = reinterpret_cast<uintptr_t>(begin);
+  const size_t before = round_up(address, kHugePageBytes) - address;
+  const size_t after = kHugePageBytes - before;
+  if (before > 0) {
+    ::munmap(begin, before);
+  }
+  if (after > 0) {
+    ::munmap(begin + before + bytes, after);
+  }
+  return begin + before;
+}
+
+std::unique_ptr<CudaDriver> driver_if(bool pin) {
+  if (!pin) {
+    return nullptr;
+  }
+  auto driver = std::make_unique<CudaDriver>();
+  if (!driver->available()) {
+    throw std::runtime_error("StagingPool: pin=True needs the CUDA driver: " +
+                             driver->reason());
+  }
+  return driver;
+}
+
+}  // namespace
+
+HugeMapping::HugeMapping(size_t bytes, int threads,
+                         std::unique_ptr<CudaDriver> pin)
+    : bytes_(bytes), data_(map_aligned(bytes)), pin_(std::move(pin)) {
+  try {
+    // A wish: without transparent huge pages the pool works, in small ones.
+    ::madvise(data_, bytes_, MADV_HUGEPAGE);
+    constexpr size_t kPage = 4096;
+    Workers workers(threads, "plait-fault", bytes_ / kHugePageBytes,
+                    [this](int, uint64_t task) {
+                      char* const begin = data_ + task * kHugePageBytes;
+                      for (size_t i = 0; i < kHugePageBytes; i += kPage) {
+                        static_cast<volatile char*>(begin)[i] = 0;
+                      }
+                    });
+    workers.close();
+    if (pin_) {
+      pin_->host_register(data_, bytes_);
+    }
+  } catch (...) {
+    ::munmap(data_, bytes_);
+    throw;
+  }
+}
+
+HugeMapping::~HugeMapping() {
+  if (pin_) {
+    try {
+      pin_->host_unregister(data_);
+    } catch (const std::runtime_error&) {
+      // The driver was shut down first and has unpinned everything itself.
+    }
+  }
+  ::munmap(data_, bytes_);
+}
+
+StagingPool::StagingPool(uint64_t capacity_bytes, int threads, bool pin)
+    : threads_(threads), pinned_(pin) {
+  if (threads < 1) {
+    throw std::invalid_argument("StagingPool: threads is " +
+                                std::to_string(threads) + ", must be >= 1");
+  }
+  if (capacity_bytes > (uint64_t{1} << 46)) {
+    throw std::invalid_argument("StagingPool: capacity_bytes is " +
+                                std::to_string(capacity_bytes) +
+                                ", must be at most 2**46");
+  }
+  const uint64_t bytes =
+      round_up(std::max<uint64_t>(capacity_bytes, 1), kHugePageBytes);
+  mapping_ = std::make_shared<HugeMapping>(bytes, threads, driver_if(pin));
+}
+
+std::shared_ptr<HugeMapping> StagingPool::mapping() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!mapping_) {
+    throw std::invalid_argument("StagingPool is closed");
+  }
+  return mapping_;
+}
+
+uint64_t StagingPool::address() const {
+  return reinterpret_cast<uintptr_t>(mapping()->data());
+}
+
+void StagingPool::close() {
+  std::shared_ptr<HugeMapping> dropped;  // Unmapped outside the lock.
+  std::lock_guard<std::mutex> lock(mutex_);
+  dropped = std::exchange(mapping_, nullptr);
+}
+
+std::shared_ptr<HugeMapping> StagingPool::view(uint64_t offset,
+                                               uint64_t bytes) const {
+  auto shared = mapping();
+  if (offset > shared->bytes() || bytes > shared->bytes() - offset) {
+    throw std::invalid_argument("StagingPool: [" + std::to_string(offset) +
+                                ", +" + std::to_string(bytes) +
+                                ") is outside its " +
+                                std::to_string(shared->bytes()) + " bytes");
+  }
+  return shared;
+}
+
+void StagingPool::copy(const std::vector<Copy>& copies, bool into_pool) const {
+  const auto shared = mapping();
+  std::vector<Copy> tasks;
+  uint64_t total = 0;
+  for (const Copy& item : copies) {
+    view(item.pool_offset, item.bytes);
+    if (item.address == 0 && item.bytes > 0) {
+      throw std::invalid_argument("StagingPool: address 0 with " +
+                                  std::to_string(item.bytes) + " bytes");
+    }
+    for (uint64_t at = 0; at < item.bytes; at += kTaskBytes) {
+      tasks.push_back({item.address + at, std::min(kTaskBytes, item.bytes - at),
+                       item.pool_offset + at});
+    }
+    total += item.bytes;
+  }
+  const auto run = [&](int, uint64_t task) {
+    const Copy& part = tasks[task];
+    void* outside = reinterpret_cast<void*>(part.address);
+    void* inside = shared->data() + part.pool_offset;
+    std::memcpy(into_pool ? inside : outside, into_pool ? outside : inside,
+                part.bytes);
+  };
+  if (total <= kTaskBytes || threads_ == 1) {
+    for (uint64_t task = 0; task < tasks.size(); ++task) {
+      run(0, task);
+    }
+    return;
+  }
+  Workers workers(threads_, "plait-copy", tasks.size(), run);
+  workers.close();
+}
+
+void StagingPool::copy_in(const std::vector<Copy>& copies) const {
+  copy(copies, true);
+}
+
+void StagingPool::copy_out(const std::vector<Copy>& copies) const {
+  copy(copies, false);
+}
+
+}  // namespace plait

@@ -1,0 +1,49 @@
+// Threads for one piece of work. Not a pool: they live as long as the object.
+#ifndef PLAIT_CSRC_WORKERS_HPP_
+#define PLAIT_CSRC_WORKERS_HPP_
+
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace plait {
+
+// Owns `count` threads (not more than tasks) named `name`-0, `name`-1, ...
+// which take the tasks 0 .. num_tasks-1 in order and call body(worker, task).
+// After the first error no further task starts; close() joins and throws that
+// error, the destructor only joins. Signals are left to the program's own
+// threads.
+class Workers {
+ public:
+  using Body = std::function<void(int worker, uint64_t task)>;
+
+  // `background` lowers the threads' CPU and I/O priority below training's.
+  Workers(int count, const std::string& name, uint64_t num_tasks, Body body,
+          bool background = false);
+  ~Workers();
+  Workers(const Workers&) = delete;
+  Workers& operator=(const Workers&) = delete;
+
+  void close();
+
+ private:
+  void run(int worker, const std::string& name, bool background);
+  void join();
+
+  const uint64_t num_tasks_;
+  const Body body_;
+  std::atomic<uint64_t> next_task_{0};
+  std::atomic<bool> failed_{false};
+  std::mutex mutex_;  // Guards error_ while threads run.
+  std::exception_ptr error_;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace plait
+
+#endif  // PLAIT_CSRC_WORKERS_HPP_

@@ -1,0 +1,186 @@
+#include "writer.hpp"
+
+#include <fcntl.h>
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <stdexcept>
+#include <utility>
+
+#include "aligned_buffer.hpp"
+#include "checksum.hpp"
+#include "file.hpp"
+#include "rate_limit.hpp"
+#include "workers.hpp"
+
+namespace plait {
+namespace {
+
+void check_options(const WriteOptions& options) {
+  if (options.block_bytes == 0 || options.block_bytes % kDirectAlignment != 0) {
+    throw std::invalid_argument("write_file: block_bytes is " +
+                                std::to_string(options.block_bytes) +
+                                ", must be a positive multiple of 4096");
+  }
+  if (options.threads < 1) {
+    throw std::invalid_argument("write_file: threads is " +
+                                std::to_string(options.threads) +
+                                ", must be >= 1");
+  }
+}
+
+// The header and the pieces in file order, without empty ones.
+std::vector<Piece> layout(std::string_view header, std::vector<Piece> pieces,
+                          uint64_t file_bytes) {
+  pieces.push_back(
+      {reinterpret_cast<uintptr_t>(header.data()), header.size(), uint64_t{0}});
+  pieces.erase(std::remove_if(pieces.begin(), pieces.end(),
+                              [](const Piece& p) { return p.bytes == 0; }),
+               pieces.end());
+  std::sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) {
+    return a.file_offset < b.file_offset;
+  });
+  uint64_t end = 0;
+  for (const Piece& piece : pieces) {
+    const std::string name = "write_file: the piece at offset " +
+                             std::to_string(piece.file_offset) + " of " +
+                             std::to_string(piece.bytes) + " bytes ";
+    if (piece.file_offset > file_bytes ||
+        piece.bytes > file_bytes - piece.file_offset) {
+      throw std::invalid_argument(name + "ends after file_bytes " +
+                                  std::to_string(file_bytes));
+    }
+    if (piece.file_offset < end) {
+      throw std::invalid_argument(name + "overlaps the one before it (or the " +
+                                  "header), which ends at " +
+                                  std::to_string(end));
+    }
+    if (piece.address == 0) {
+      throw std::invalid_argument(name + "has address 0");
+    }
+    end = piece.file_offset + piece.bytes;
+  }
+  return pieces;
+}
+
+// What block workers share. Threads touch it only through write_block.
+class BlockWriter {
+ public:
+  BlockWriter(File& file, std::vector<Piece> pieces, uint64_t file_bytes,
+              const WriteOptions& options)
+      : file_(file),
+        pieces_(std::move(pieces)),
+        file_bytes_(file_bytes),
+        block_bytes_(options.block_bytes),
+        limit_(options.rate_limit),
+        crcs_((file_bytes + options.block_bytes - 1) / options.block_bytes) {
+    for (int i = 0; i < options.threads; ++i) {
+      buffers_.emplace_back(block_bytes_);
+    }
+  }
+
+  uint64_t num_blocks() const { return crcs_.size(); }
+  std::vector<uint32_t> take_crcs() { return std::move(crcs_); }
+
+  void write_block(int worker, uint64_t block) {
+    const uint64_t begin = block * block_bytes_;
+    const uint64_t bytes = std::min(block_bytes_, file_bytes_ - begin);
+    const bool direct = file_.direct();
+    const uint64_t padded = direct ? round_up(bytes, kDirectAlignment) : bytes;
+    const char* source = in_one_piece(begin, bytes);
+    const auto address = reinterpret_cast<uintptr_t>(source);
+    if (source == nullptr || (direct && !is_aligned(address, bytes))) {
+      char* buffer = buffers_[static_cast<size_t>(worker)].data();
+      assemble(begin, bytes, buffer);
+      std::memset(buffer + bytes, 0, padded - bytes);
+      source = buffer;
+    }
+    crcs_[block] = crc32c(source, bytes);
+    limit_.take(bytes);
+    file_.write_at(source, padded, begin);
+  }
+
+ private:
+  using Iterator = std::vector<Piece>::const_iterator;
+
+  // The first piece that ends after `offset`.
+  Iterator first_after(uint64_t offset) const {
+    return std::partition_point(
+        pieces_.begin(), pieces_.end(), [offset](const Piece& piece) {
+          return piece.file_offset + piece.bytes <= offset;
+        });
+  }
+
+  // Where the range lies in memory if one piece holds it all, else null.
+  const char* in_one_piece(uint64_t begin, uint64_t bytes) const {
+    const Iterator piece = first_after(begin);
+    if (piece == pieces_.end() || piece->file_offset > begin ||
+        piece->file_offset + piece->bytes < begin + bytes) {
+      return nullptr;
+    }
+    return reinterpret_cast<const char*>(piece->address + begin -
+                                         piece->file_offset);
+  }
+
+  // Copies what the pieces hold of the range into `buffer`, zeros between.
+  void assemble(uint64_t begin, uint64_t bytes, char* buffer) const {
+    const uint64_t end = begin + bytes;
+    uint64_t at = begin;
+    for (Iterator piece = first_after(begin);
+         piece != pieces_.end() && piece->file_offset < end; ++piece) {
+      const uint64_t from = std::max(begin, piece->file_offset);
+      const uint64_t to = std::min(end, piece->file_offset + piece->bytes);
+      std::memset(buffer + (at - begin), 0, from - at);
+      std::memcpy(buffer + (from - begin),
+                  reinterpret_cast<const char*>(piece->address + from -
+                                                piece->file_offset),
+                  to - from);
+      at = to;
+    }
+    std::memset(buffer + (at - begin), 0, end - at);
+  }
+
+  File& file_;
+  const std::vector<Piece> pieces_;
+  const uint64_t file_bytes_;
+  const uint64_t block_bytes_;
+  RateLimit limit_;
+  std::vector<AlignedBuffer> buffers_;  // One per worker.
+  std::vector<uint32_t> crcs_;          // Each element has one writer.
+};
+
+}  // namespace
+
+WriteResult write_file(Io& io, const std::string& path, std::string_view header,
+                       std::vector<Piece> pieces, uint64_t file_bytes,
+                       const WriteOptions& options) {
+  check_options(options);
+  pieces = layout(header, std::move(pieces), file_bytes);
+  WriteResult result;
+  File file(io, path, O_WRONLY | O_CREAT | O_EXCL, 0600);
+  try {
+    if (options.direct) {
+      file.try_direct();
+    }
+    file.allocate(file_bytes);
+    BlockWriter writer(file, std::move(pieces), file_bytes, options);
+    Workers workers(
+        options.threads, "plait-write", writer.num_blocks(),
+        [&](int worker, uint64_t block) { writer.write_block(worker, block); },
+        options.background);
+    workers.close();
+    file.truncate(file_bytes);
+    file.sync_data();
+    file.close();
+    result.crcs = writer.take_crcs();
+  } catch (const std::exception&) {
+    io.unlink(path);  // Best effort: the first failure is the one to report.
+    throw;
+  }
+  result.direct = file.direct();
+  result.fallback_reason = file.fallback_reason();
+  return result;
+}
+
+}  // namespace plait

@@ -1,0 +1,47 @@
+// Writes one new data file from memory: direct I/O, several threads, one
+// CRC32C per block. Not atomic: a file is good once a manifest says so.
+#ifndef PLAIT_CSRC_WRITER_HPP_
+#define PLAIT_CSRC_WRITER_HPP_
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "io.hpp"
+
+namespace plait {
+
+// Bytes in memory and their place in the file.
+struct Piece {
+  uint64_t address;
+  uint64_t bytes;
+  uint64_t file_offset;
+};
+
+struct WriteOptions {
+  uint64_t block_bytes = uint64_t{4} << 20;  // A multiple of 4096.
+  int threads = 2;
+  uint64_t rate_limit = 0;  // Bytes per second over all threads; 0 = none.
+  bool direct = true;
+  bool background = false;  // Threads at lower CPU and I/O priority.
+};
+
+struct WriteResult {
+  std::vector<uint32_t> crcs;   // Of each block of the file, from byte 0.
+  bool direct = false;          // False as soon as one write was buffered.
+  std::string fallback_reason;  // Why not direct although asked for.
+};
+
+// Creates `path` (mode 0600; it must not exist), fills its `file_bytes` bytes
+// with `header` at 0, the pieces at their offsets and zeros elsewhere, syncs
+// and closes it. Pieces may come in any order; they must not overlap. On
+// failure the unfinished file is removed and the first error thrown: a sync
+// that failed once is never tried again. The memory must not change meanwhile.
+WriteResult write_file(Io& io, const std::string& path, std::string_view header,
+                       std::vector<Piece> pieces, uint64_t file_bytes,
+                       const WriteOptions& options);
+
+}  // namespace plait
+
+#endif  // PLAIT_CSRC_WRITER_HPP_

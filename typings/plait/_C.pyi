@@ -1,0 +1,120 @@
+"""Types of the extension that csrc/ builds. Memory is passed as addresses; sizes, offsets and rates are in bytes."""
+
+import os
+from collections.abc import Sequence
+from typing import TypeAlias, TypedDict
+
+from typing_extensions import Buffer
+
+_Path: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
+
+class ChecksumError(RuntimeError):
+    """A file differs from what was written; `block` is the damaged block, -1 when the file's size is wrong."""
+
+    path: str
+    block: int
+
+class Io: ...
+
+class PosixIo(Io):
+    def __init__(self) -> None: ...
+
+class FaultIo(Io):
+    """Fails the operations that `script` numbers: (index, action, value), action = errno | short | crash_before |
+    crash_after | crash_short. With `sticky` an errno also hits all later operations (or those named in `only`)."""
+
+    def __init__(
+        self, script: Sequence[tuple[int, str, int]] = (), sticky: bool = False, only: Sequence[str] = ()
+    ) -> None: ...
+    @property
+    def ops(self) -> list[tuple[str, str]]: ...
+
+def crc32c_has_hardware() -> bool: ...
+def crc32c(data: Buffer, value: int = 0, hardware: bool = True) -> int: ...
+def crc32c_blocks(data: Buffer, block_bytes: int) -> list[int]: ...
+def xxh3_128(data: Buffer) -> bytes: ...
+
+class PoolView:
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+class StagingPool:
+    """Warm, huge-page aligned memory. Copies are (address, nbytes, pool_offset) in both directions."""
+
+    def __init__(self, capacity_bytes: int, threads: int = 2, pin: bool = False) -> None: ...
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def pinned(self) -> bool: ...
+    def copy_in(self, copies: Sequence[tuple[int, int, int]]) -> None: ...
+    def copy_out(self, copies: Sequence[tuple[int, int, int]]) -> None: ...
+    def view(self, offset: int, nbytes: int) -> memoryview: ...
+    def close(self) -> None: ...
+
+class WriteResult:
+    @property
+    def crcs(self) -> list[int]: ...
+    @property
+    def direct(self) -> bool: ...
+    @property
+    def fallback_reason(self) -> str: ...
+
+def write_file(
+    io: Io,
+    path: _Path,
+    header: Buffer,
+    pieces: Sequence[tuple[int, int, int]],
+    file_bytes: int,
+    *,
+    block_bytes: int = 4194304,
+    threads: int = 2,
+    rate_limit: int = 0,
+    direct: bool = True,
+    background: bool = False,
+) -> WriteResult:
+    """pieces: (address, nbytes, file_offset)."""
+
+def read_ranges(
+    io: Io,
+    path: _Path,
+    file_bytes: int,
+    crcs: Sequence[int],
+    requests: Sequence[tuple[int, int, int]],
+    *,
+    block_bytes: int = 4194304,
+    threads: int = 2,
+    direct: bool = True,
+) -> int:
+    """requests: (file_offset, nbytes, address). Returns the bytes read."""
+
+def write_small(io: Io, path: _Path, data: Buffer, exclusive: bool = True) -> None: ...
+def read_small(io: Io, path: _Path, max_bytes: int) -> bytes: ...
+def rename(io: Io, source: _Path, target: _Path) -> None: ...
+def free_bytes(io: Io, path: _Path) -> int: ...
+def fsync_dir(io: Io, path: _Path) -> None: ...
+def unlink(io: Io, path: _Path) -> None: ...
+def mkdir(io: Io, path: _Path) -> None: ...
+def rmdir(io: Io, path: _Path) -> None: ...
+
+class _Probe(TypedDict):
+    available: bool
+    reason: str
+    host_register: bool
+    driver_version: int
+
+class CudaDriver:
+    @staticmethod
+    def probe(initialize: bool = False) -> _Probe:
+        """`initialize` calls cuInit: not in a process that will fork workers."""
+
+class _IoFacts(TypedDict):
+    direct_io: bool
+    direct_io_reason: str
+    io_uring: bool
+    io_uring_reason: str
+    filesystem: str
+    free_bytes: int
+    total_bytes: int
+
+def io_facts(path: _Path) -> _IoFacts: ...
