@@ -16,7 +16,6 @@ from plait.parallel.schedules.action import (
     WEIGHT,
     Action,
     Op,
-    Schedule,
     ScheduleError,
     singles,
 )
@@ -31,6 +30,7 @@ from plait.parallel.schedules.machine import (
     prove_blocking,
     user_stage,
 )
+from plait.parallel.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True)

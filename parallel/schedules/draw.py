@@ -1,4 +1,4 @@
-"""Draws a timeline, planned or measured: text for the terminal, SVG, and a trace for ui.perfetto.dev. Computes nothing.
+"""Draws a timeline, planned or measured: text for the terminal, SVG, a trace for ui.perfetto.dev. Computes nothing.
 
 Colours follow the papers' pictures: forward blue, backward green, input gradient teal, weight gradient orange.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from xml.sax.saxutils import escape
 
-from plait.parallel.schedules.action import COMPUTE, Action, Op
+from plait.parallel.schedules.action import Action, Op
 from plait.parallel.schedules.simulate import Event, Timeline
 
 _COLOURS = {
@@ -40,28 +40,33 @@ def _drawn(lane: tuple[Event, ...]) -> list[Event]:
     return [event for event in lane if event.end > event.start]
 
 
-def table(timeline: Timeline, *, columns: int = 120) -> str:
-    """One line per rank, time to the right, `.` for idle; action names where they fit.
+def table(timeline: Timeline, *, columns: int = 240) -> str:
+    """One line per rank, time to the right, `.` for idle; at most about `columns` characters.
 
-    A cell is the shortest computing action or what makes the picture `columns` wide, whichever is longer.
+    The shortest action gets room for its name; where that is too wide, stage and then micro-batch are left out.
     """
-    actions = [e for lane in timeline.lanes for e in _drawn(lane) if any(s.op in COMPUTE for s in e.action.singles)]
-    if not actions:
+    drawn = [e for lane in timeline.lanes for e in _drawn(lane)]
+    if not drawn:
         return timeline.name
-    width = max(len(_label(e.action, _stages(lane))) for lane in timeline.lanes for e in _drawn(lane)) + 1
-    shortest = min(e.end - e.start for e in actions)
-    cell = max(shortest, timeline.makespan * width / columns)  # time of one cell of `width` characters
+    shortest = min(event.end - event.start for event in drawn)
+    room = max(1, int(columns * shortest / timeline.makespan))  # characters of the shortest action
+    longest = max(len(_label(e.action, _stages(lane))) for lane in timeline.lanes for e in _drawn(lane))
+    scale = min(room, longest + 1) / shortest
     lines = []
     for rank, lane in enumerate(timeline.lanes):
-        text = ["."] * (round(timeline.makespan / cell * width) + 1)
+        text = ["."] * round(timeline.makespan * scale)
         for event in _drawn(lane):
-            first = round(event.start / cell * width)
-            last = max(first + 1, round(event.end / cell * width))
-            name = _label(event.action, _stages(lane))[: last - first]
-            text[first:last] = list(name.ljust(last - first, " " if len(name) + 1 > last - first else "-"))
-            text[last - 1] = "|" if last - first > len(name) else text[last - 1]
-        lines.append(f"rank {rank:<3} {''.join(text).rstrip('.')}")
+            first, last = round(event.start * scale), round(event.end * scale)
+            text[first:last] = _cell(event.action, _stages(lane), last - first)
+        lines.append(f"rank {rank:<3} {''.join(text)}")
     return "\n".join([*lines, _summary(timeline)])
+
+
+def _cell(action: Action, chunks: int, size: int) -> str:
+    """The action's name in exactly `size` characters, shortened until it fits; a bar ends it where there is room."""
+    names = (_label(action, chunks), _label(action, 1), "+".join(s.op.value for s in action.singles))
+    name = next((name for name in names if len(name) <= size), names[-1][:size])
+    return name if len(name) == size else name.ljust(size - 1, "-") + "|"
 
 
 def _summary(timeline: Timeline) -> str:

@@ -5,7 +5,8 @@ lane = F0 .. F(M-1) B0 .. B(M-1) REDUCE_GRAD
 
 from __future__ import annotations
 
-from plait.parallel.schedules.action import Action, Op, Schedule
+from plait.parallel.schedules.action import Action, Op
+from plait.parallel.schedules.schedule import Schedule
 
 
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:

@@ -11,7 +11,8 @@ one at most, the larger first. So any M works, and every M >= P reaches the idea
 
 from __future__ import annotations
 
-from plait.parallel.schedules.action import Action, Op, Schedule, add_reduce_grad
+from plait.parallel.schedules.action import Action, Op
+from plait.parallel.schedules.schedule import Schedule, add_reduce_grad
 
 
 def interleaved(num_ranks: int, chunks: int, num_microbatches: int) -> Schedule:

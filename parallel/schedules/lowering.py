@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from plait.parallel.schedules.action import COMPUTE, Action, Op, Schedule, singles
+from plait.parallel.schedules.action import COMPUTE, Action, Op, singles
 from plait.parallel.schedules.machine import Product, crosses, makes, needs, user_stage
+from plait.parallel.schedules.schedule import Schedule
 
 # Receives posted this many computing actions early: the transfer of one message hides behind the one before it, and
 # one more action of slack absorbs a sender that runs late. Derived, not tuned.

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from plait.parallel.schedules.action import BACKWARD, RECEIVES, SENDS, Action, Op, Schedule, ScheduleError
+from plait.parallel.schedules.action import BACKWARD, RECEIVES, SENDS, Action, Op, ScheduleError
+from plait.parallel.schedules.schedule import Schedule
 
 Product = tuple[int, str, int]
 

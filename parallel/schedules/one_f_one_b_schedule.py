@@ -6,7 +6,8 @@ warmup: F * min(P - r - 1, M)      steady: (F B)*      cooldown: B*
 
 from __future__ import annotations
 
-from plait.parallel.schedules.action import Action, Op, Schedule
+from plait.parallel.schedules.action import Action, Op
+from plait.parallel.schedules.schedule import Schedule
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:

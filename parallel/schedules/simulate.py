@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from plait.parallel.schedules.action import COMPUTE, Action, Op, Schedule
+from plait.parallel.schedules.action import COMPUTE, Action, Op
 from plait.parallel.schedules.check import check
 from plait.parallel.schedules.machine import Product, crosses, makes, needs
+from plait.parallel.schedules.schedule import Schedule
 
 Time = float | Fraction
 PerStage = Time | Sequence[Time]
