@@ -22,13 +22,16 @@ DTYPES = ("float32", "bfloat16", "float64")
 # minutes; the learning rates are the usual ones for their widths, not tuned here.
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": dict(steps=150, global_batch=16, micro_batch=2, seq=128, lr=3e-3, lr_decay_steps=300, save_every=25),
-    "small": dict(steps=1000, global_batch=32, micro_batch=2, seq=256, lr=1e-3, lr_decay_steps=1000, save_every=100),
+    "small": dict(steps=1000, global_batch=32, micro_batch=2, seq=256, lr=1e-3, lr_decay_steps=1000, save_every=50),
     "125m": dict(
         steps=10000, global_batch=64, micro_batch=4, seq=1024, lr=6e-4, lr_decay_steps=10000, save_every=200
     ),
     "1b": dict(steps=50000, global_batch=256, micro_batch=2, seq=2048, lr=3e-4, lr_decay_steps=50000, save_every=250),
     "llama3-8b": dict(
         steps=100000, global_batch=1024, micro_batch=1, seq=8192, lr=3e-4, lr_decay_steps=100000, save_every=250
+    ),
+    "llama3-70b": dict(
+        steps=100000, global_batch=1024, micro_batch=1, seq=8192, lr=1.5e-4, lr_decay_steps=100000, save_every=250
     ),
 }
 

@@ -19,7 +19,6 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -144,7 +143,7 @@ class _Launcher:
         listener = socket.socket()  # bound here, so that nothing else can take the port before rank 0 listens
         listener.bind(("127.0.0.1", 0))
         listener.listen(world_size)
-        own_fds = [*own_fds, self.selector.fileno()]  # type: ignore[attr-defined]
+        own_fds = [*own_fds, self.selector.fileno()]
         sys.stdout.flush()
         sys.stderr.flush()
         gc.collect()
@@ -165,6 +164,7 @@ class _Launcher:
                     os.dup2(log_write, 1)
                     os.dup2(log_write, 2)
                     os.close(log_write)
+                    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # gloo's protocol; the host name need not resolve
                     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
                     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
                     place = Place(number, world_size, number, world_size)

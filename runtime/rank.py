@@ -94,7 +94,6 @@ class Rank:
         if self.port is None:
             dist.init_process_group(backend, timeout=timeout)
             return
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host name need not resolve
         first = self.rank == 0
         store = dist.TCPStore(
             "127.0.0.1",

@@ -13,8 +13,7 @@ from plait.config import ConfigError, RunConfig, parse
 def main(argv: list[str]) -> int:
     """Exit code 0 when the run reached its end or was asked to stop and saved; 1 on failure; 2 on a bad flag."""
     try:
-        config = parse(argv)
-        return run(config)
+        return run(parse(argv))
     except ConfigError as error:
         print(f"plait train: {error}", file=sys.stderr)
         return 2
@@ -22,15 +21,20 @@ def main(argv: list[str]) -> int:
 
 def run(config: RunConfig) -> int:
     """Checks the run, then starts it; raises ConfigError for what the grid, the model or the data refuse."""
-    from plait import launch, train, view
+    from plait.launch import launch, run_in_place, torchrun_place
+    from plait.plan import make_plan
+    from plait.rank import Place, Rank
+    from plait.train import train
+    from plait.view import make_view
 
-    try:
-        plan = train.make_plan(config)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    joined = launch.torchrun_place()
-    if joined is not None and joined.world_size != plan.world_size:
-        raise ConfigError(f"--mesh {config.mesh} is {plan.world_size} ranks; torchrun started {joined.world_size}")
-    if joined is not None or plan.world_size == 1:
-        return launch.run_in_place(lambda rank: train.train(plan, rank), joined, view.make_view())
-    return launch.launch(lambda rank: train.train(plan, rank), plan.world_size, view.make_view())
+    plan = make_plan(config)
+    place = torchrun_place()
+    if place is not None and place.world_size != plan.world_size:
+        raise ConfigError(f"--mesh {config.mesh} is {plan.world_size} ranks; torchrun started {place.world_size}")
+
+    def program(rank: Rank) -> None:
+        train(plan, rank)
+
+    if place is not None or plan.world_size == 1:
+        return run_in_place(program, place or Place(), make_view())
+    return launch(program, plan.world_size, make_view())

@@ -183,7 +183,7 @@ def summary_lines(summary: Event) -> list[str]:
 def write_plot(
     folder: Path, steps: list[int], losses: list[float], held_out: float | None
 ) -> tuple[Path, str | None]:
-    """Writes `loss.png`, or `loss.csv` without matplotlib; returns the path and why it is not a picture, if so."""
+    """Writes `loss.png`, or without matplotlib `loss.csv`; returns the path and why it is not a picture, if so."""
     try:
         import matplotlib
 

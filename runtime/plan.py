@@ -1,0 +1,97 @@
+"""Everything about a run that can be known before a rank starts: dimensions, grid, schedule, micro-batches, text.
+
+Not the run. The one idea: what cannot work is refused here, in one process, with the name of the flag and what
+would be right; after this, only the machine can fail.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from plait.config import ConfigError, RunConfig
+from plait.data import Corpus, check_batch, open_corpus
+from plait.model_config import ModelConfig, model_config
+from plait.parallel.mesh import check_grid, parse_mesh
+from plait.parallel.schedules import Schedule, gpipe, interleaved, one_f_one_b
+
+EVAL_BATCHES = 4  # held-out global batches at the end of a run
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A checked run: the same on every rank."""
+
+    config: RunConfig
+    model: ModelConfig
+    sizes: dict[str, int]
+    schedule: Schedule
+    num_microbatches: int
+    corpus: Corpus
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.sizes.values())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[self.config.dtype]
+
+
+def make_plan(config: RunConfig) -> RunPlan:
+    """Checks grid, model, batch, schedule, text and folder; raises ConfigError (or OSError from the disk)."""
+    try:
+        return _make_plan(config)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _make_plan(config: RunConfig) -> RunPlan:
+    sizes = parse_mesh(config.mesh)
+    check_grid(sizes, math.prod(sizes.values()))
+    unknown = [name for name in sizes if name not in ("dp", "pp", "tp")]
+    if unknown and sizes[unknown[0]] > 1:
+        raise ConfigError(f"--mesh {config.mesh}: no layer splits along {unknown[0]!r}; valid axes: dp, pp, tp")
+    dp, pp, tp = (sizes.get(name, 1) for name in ("dp", "pp", "tp"))
+    model = model_config(config.preset)
+    num_microbatches = check_batch(config.global_batch, dp, config.micro_batch)
+    chunks = config.chunks if config.schedule == "interleaved" else 1
+    model.check_grid(tp=tp, num_stages=pp * chunks, seq=config.seq, sequence_parallel=config.sequence_parallel)
+    schedule = make_schedule(config, pp, num_microbatches, tied=model.tied)
+    schedule.check()
+    corpus = open_corpus(config.data, cache_folder())
+    corpus.train_windows(config.seq)
+    corpus.held_out_windows(config.seq)
+    _check_out(config.out)
+    return RunPlan(config, model, sizes, schedule, num_microbatches, corpus)
+
+
+def make_schedule(config: RunConfig, pp: int, num_microbatches: int, *, tied: bool) -> Schedule:
+    """The schedule that the flags name, with the exchange of a tied weight where there is one."""
+    if config.schedule == "gpipe":
+        schedule = gpipe(pp, num_microbatches)
+    elif config.schedule == "1f1b":
+        schedule = one_f_one_b(pp, num_microbatches)
+    else:
+        schedule = interleaved(pp, config.chunks, num_microbatches)
+    return schedule.with_tied() if tied else schedule
+
+
+def cache_folder() -> Path:
+    """Where the default text is put together once per machine and user."""
+    return Path.home() / ".cache" / "plait"
+
+
+def _check_out(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out: cannot make {str(out)!r}: {error.strerror}") from error
+    if not os.access(out, os.W_OK | os.X_OK):
+        raise ConfigError(f"--out: {str(out)!r} is not writable")

@@ -1,0 +1,142 @@
+"""Runs `plait train` as a process of its own without paying for imports each time: `start(["--steps", "4"])`.
+
+Not here: any test. The one idea: a server process imports torch and plait once and forks a fresh `plait train` per
+request, with its output on a pipe that the test passes over. The server never computes, so that a fork copies no
+threads; all of its children end with it, and it ends with the process that made it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from dataclasses import dataclass, field
+from typing import IO
+
+PR_SET_PDEATHSIG = 1
+END_S = 120  # a bound against a hanging test, never a measure
+
+
+@dataclass
+class Running:
+    """One `plait train`: its process id, what it has said so far, and its ranks' process ids once it said them."""
+
+    pid: int
+    out: IO[str]
+    lines: list[str] = field(default_factory=list)
+
+    def read_until(self, pattern: str) -> re.Match[str] | None:
+        """Reads lines until one matches; None when the output ends first."""
+        for line in self.out:
+            self.lines.append(line.rstrip("\n"))
+            if match := re.search(pattern, line):
+                return match
+        return None
+
+    @property
+    def rank_pids(self) -> list[int]:
+        """Process ids of the ranks; they must have been read."""
+        found = [line for line in self.lines if line.startswith("ranks: pids ")]
+        return [int(word) for word in found[0].split()[2:]]
+
+    def finish(self) -> tuple[int, str]:
+        """Reads to the end and waits: (exit code or minus the signal, all output)."""
+        self.read_until("$^")
+        self.out.close()
+        return int(_ask({"wait": self.pid})["status"]), "\n".join(self.lines)
+
+
+def start(argv: list[str]) -> Running:
+    """Starts `plait train ARGV`."""
+    read, write = os.pipe()
+    try:
+        pid = _ask({"argv": argv}, [write])["pid"]
+    finally:
+        os.close(write)
+    return Running(pid, os.fdopen(read, "r"))
+
+
+def train(argv: list[str]) -> tuple[int, str]:
+    """Runs `plait train ARGV` to its end: (exit code, output)."""
+    return start(argv).finish()
+
+
+def assert_gone(pids: list[int]) -> None:
+    """Waits until each process has ended (a pidfd tells); fails when one does not."""
+    for pid in pids:
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        readable, _, _ = select.select([fd], [], [], END_S)
+        os.close(fd)
+        assert readable, f"process {pid} still runs"
+
+
+def _ask(request: dict, fds: list[int] | None = None) -> dict:
+    channel = _server(os.getpid())
+    socket.send_fds(channel, [json.dumps(request).encode()], fds or [])
+    channel.settimeout(END_S)
+    return json.loads(channel.recv(1 << 16))
+
+
+@functools.cache
+def _server(pid: int) -> socket.socket:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-P", __file__, str(theirs.fileno())]
+    subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    theirs.close()
+    return ours
+
+
+def _serve(channel: socket.socket) -> None:
+    """The server's loop; ends when the other side does."""
+    import plait.train  # noqa: F401 - imported for all children
+    from plait.train_cli import main
+
+    _die_with_parent()
+    while True:
+        data, fds, _, _ = socket.recv_fds(channel, 1 << 16, 1)
+        if not data:
+            return
+        request = json.loads(data)
+        if "wait" in request:
+            _, status = os.waitpid(request["wait"], 0)
+            channel.send(json.dumps({"status": os.waitstatus_to_exitcode(status)}).encode())
+            continue
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                _die_with_parent()
+                channel.close()
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                os.dup2(fds[0], 1)
+                os.dup2(fds[0], 2)
+                os.close(fds[0])
+                sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+                sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+                status = main(request["argv"])
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(status)
+        os.close(fds[0])
+        channel.send(json.dumps({"pid": pid}).encode())
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,57 @@
+"""What is refused before any rank starts: grid, model, batch, schedule, text and folder, each with its reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from plait.config import ConfigError, parse
+from plait.plan import make_plan
+
+# flags, what the message must say
+BAD = (
+    ("--mesh dp=two", "cannot read 'dp=two'"),
+    ("--mesh dp=2,dp=2", "axis 'dp' is given twice"),
+    ("--mesh dp=0", "a size must be an integer of at least 1"),
+    ("--mesh ep=2", "ep"),
+    ("--mesh cp=2", "no layer splits along 'cp'"),
+    ("--mesh tp=3", "tp is 3; it must divide num_heads = 8"),
+    ("--mesh pp=5", "num_stages is 5; it must be in [1, 4]"),
+    ("--mesh pp=4 --schedule interleaved --chunks 2", "num_stages is 8"),
+    (
+        "--mesh tp=2 --seq 33 --sequence-parallel",
+        "seq is 33; under sequence parallel it must be a multiple of tp = 2",
+    ),
+    ("--mesh dp=2 --global-batch 7", "global_batch is 7; it must be a multiple of dp x micro_batch"),
+    ("--global-batch 4 --micro-batch 3", "global_batch is 4; it must be a multiple of dp x micro_batch = 1 x 3"),
+    ("--seq 100000000", "has"),
+)
+
+
+@pytest.mark.parametrize(("flags", "message"), BAD, ids=[flags for flags, _ in BAD])
+def test_what_cannot_run_is_refused(tmp_path: Path, flags: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_plan(parse([*flags.split(), "--out", str(tmp_path / "run")]))
+    assert message in str(caught.value)
+
+
+def test_an_empty_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"")
+    with pytest.raises(ConfigError, match="is empty"):
+        make_plan(parse(["--data", str(tmp_path / "text"), "--out", str(tmp_path / "run")]))
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match="--out: cannot make"):
+        make_plan(parse(["--out", str(tmp_path / "file" / "run")]))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_a_plan_holds_a_checked_schedule(tmp_path: Path, schedule: str) -> None:
+    flags = f"--mesh dp=2,pp=2,tp=2 --schedule {schedule} --out {tmp_path / 'run'}"
+    plan = make_plan(parse(flags.split()))
+    assert plan.world_size == 8 and plan.num_microbatches == 4
+    assert plan.schedule.num_ranks == 2 and plan.schedule.tied
+    assert plan.schedule.num_stages == (4 if schedule == "interleaved" else 2)
