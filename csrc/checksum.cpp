@@ -1,6 +1,7 @@
 #include "checksum.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <stdexcept>
 
@@ -176,12 +177,11 @@ std::vector<uint32_t> crc32c_blocks(const void* data, size_t bytes,
   return crcs;
 }
 
-std::array<uint8_t, 16> xxh3_128(const void* data, size_t bytes) {
+std::string xxh3_128(const void* data, size_t bytes) {
   XXH128_canonical_t canonical;
   XXH128_canonicalFromHash(&canonical, XXH3_128bits(data, bytes));
-  std::array<uint8_t, 16> digest;
-  std::memcpy(digest.data(), canonical.digest, digest.size());
-  return digest;
+  return {reinterpret_cast<const char*>(canonical.digest),
+          sizeof(canonical.digest)};
 }
 
 }  // namespace plait

@@ -3,9 +3,9 @@
 #ifndef PLAIT_CSRC_CHECKSUM_HPP_
 #define PLAIT_CSRC_CHECKSUM_HPP_
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 namespace plait {
@@ -21,8 +21,8 @@ bool crc32c_has_hardware();
 std::vector<uint32_t> crc32c_blocks(const void* data, size_t bytes,
                                     size_t block_bytes);
 
-// XXH3-128 without seed, in canonical (big-endian) byte order.
-std::array<uint8_t, 16> xxh3_128(const void* data, size_t bytes);
+// XXH3-128 without seed: 16 bytes in canonical (big-endian) byte order.
+std::string xxh3_128(const void* data, size_t bytes);
 
 }  // namespace plait
 

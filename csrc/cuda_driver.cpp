@@ -51,6 +51,26 @@ void CudaDriver::throw_if(int result, const char* call) const {
                            std::to_string(result) + ")");
 }
 
+Facts CudaDriver::probe(bool initialize) {
+  const CudaDriver driver;
+  std::string reason = driver.reason();
+  uint64_t version = 0;
+  try {
+    if (driver.available()) {
+      version = static_cast<uint64_t>(driver.version());
+    }
+    if (driver.available() && initialize) {
+      driver.initialize();
+    }
+  } catch (const std::runtime_error& error) {
+    reason = error.what();
+  }
+  return {{"available", reason.empty()},
+          {"reason", reason},
+          {"host_register", driver.available()},
+          {"driver_version", version}};
+}
+
 int CudaDriver::version() const {
   int version = 0;
   throw_if(version_(&version), "cuDriverGetVersion");

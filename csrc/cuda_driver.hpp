@@ -6,6 +6,8 @@
 #include <cstddef>
 #include <string>
 
+#include "facts.hpp"
+
 namespace plait {
 
 // Owns the handle of libcuda.so.1 (which, once loaded, stays loaded). The
@@ -21,6 +23,9 @@ class CudaDriver {
   bool available() const { return reason_.empty(); }
   // Why the driver cannot be used, or empty.
   const std::string& reason() const { return reason_; }
+  // available, reason, host_register (the symbols are there), driver_version
+  // (as version(), 0 without a driver); `initialize` asks cuInit too.
+  static Facts probe(bool initialize);
   // E.g. 12080 for CUDA 12.8; needs no initialisation.
   int version() const;
   // cuInit. Never call it in a process that forks workers later: a child

@@ -27,11 +27,10 @@ int64_t cut_transfer(size_t bytes, Transfer transfer) {
 
 }  // namespace
 
-FaultIo::FaultIo(const std::vector<Step>& script, bool sticky,
-                 std::vector<std::string> only)
+FaultIo::FaultIo(const Script& script, bool sticky, Names only)
     : sticky_(sticky), only_(std::move(only)) {
-  const std::vector<std::string> known = {"errno", "short", "crash_before",
-                                          "crash_after", "crash_short"};
+  const Names known = {"errno", "short", "crash_before", "crash_after",
+                       "crash_short"};
   for (const auto& [index, action, value] : script) {
     if (std::find(known.begin(), known.end(), action) == known.end()) {
       throw std::invalid_argument(

@@ -26,11 +26,11 @@ namespace plait {
 // Owns its log and script; thread-safe by `mutex_`.
 class FaultIo final : public Io {
  public:
-  using Step = std::tuple<uint64_t, std::string, int64_t>;
+  using Script = std::vector<std::tuple<uint64_t, std::string, int64_t>>;
+  using Names = std::vector<std::string>;
 
   // Throws std::invalid_argument for an unknown action.
-  FaultIo(const std::vector<Step>& script, bool sticky,
-          std::vector<std::string> only);
+  FaultIo(const Script& script, bool sticky, Names only);
 
   // (name, path) of every operation so far; a rename's path is "from -> to".
   std::vector<std::pair<std::string, std::string>> ops() const;
@@ -68,7 +68,7 @@ class FaultIo final : public Io {
 
   PosixIo posix_;
   const bool sticky_;
-  const std::vector<std::string> only_;
+  const Names only_;
   mutable std::mutex mutex_;  // Guards everything below.
   std::map<uint64_t, std::pair<std::string, int64_t>> script_;
   std::vector<std::pair<std::string, std::string>> ops_;

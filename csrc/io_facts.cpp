@@ -91,24 +91,27 @@ std::string try_io_uring() {
 
 }  // namespace
 
-IoFacts io_facts(const std::string& path) {
-  IoFacts facts;
+Facts io_facts(const std::string& path) {
   struct statfs kind = {};
   struct statvfs space = {};
   if (::statfs(path.c_str(), &kind) < 0 ||
       ::statvfs(path.c_str(), &space) < 0) {
     throw_errno(errno, "statfs", path);
   }
-  facts.filesystem = filesystem_name(static_cast<uint32_t>(kind.f_type));
-  facts.free_bytes = static_cast<uint64_t>(space.f_bavail) * space.f_frsize;
-  facts.total_bytes = static_cast<uint64_t>(space.f_blocks) * space.f_frsize;
   const int fd = open_nameless(path);
-  facts.direct_io_reason = try_direct(fd);
+  const std::string direct_io_reason = try_direct(fd);
   ::close(fd);
-  facts.direct_io = facts.direct_io_reason.empty();
-  facts.io_uring_reason = try_io_uring();
-  facts.io_uring = facts.io_uring_reason.empty();
-  return facts;
+  const std::string io_uring_reason = try_io_uring();
+  const uint64_t unit = space.f_frsize;
+  return {
+      {"direct_io", direct_io_reason.empty()},
+      {"direct_io_reason", direct_io_reason},
+      {"io_uring", io_uring_reason.empty()},
+      {"io_uring_reason", io_uring_reason},
+      {"filesystem", filesystem_name(static_cast<uint32_t>(kind.f_type))},
+      {"free_bytes", uint64_t{space.f_bavail} * unit},
+      {"total_bytes", uint64_t{space.f_blocks} * unit},
+  };
 }
 
 }  // namespace plait

@@ -3,24 +3,18 @@
 #ifndef PLAIT_CSRC_IO_FACTS_HPP_
 #define PLAIT_CSRC_IO_FACTS_HPP_
 
-#include <cstdint>
 #include <string>
+
+#include "facts.hpp"
 
 namespace plait {
 
-struct IoFacts {
-  bool direct_io = false;
-  std::string direct_io_reason;  // Why not, or empty.
-  bool io_uring = false;
-  std::string io_uring_reason;
-  std::string filesystem;  // "ext4", or its magic number in hex.
-  uint64_t free_bytes = 0;
-  uint64_t total_bytes = 0;
-};
-
-// `path` is a folder in which a file may be made; the trial file has no name
-// or loses it at once. Throws std::system_error when the folder is unusable.
-IoFacts io_facts(const std::string& path);
+// direct_io and io_uring (bool), each with a reason (str) when it is false;
+// filesystem (str: "ext4", or its magic number in hex), free_bytes,
+// total_bytes. `path` is a folder in which a file may be made; the trial file
+// has no name or loses it at once. Throws std::system_error when the folder is
+// unusable.
+Facts io_facts(const std::string& path);
 
 }  // namespace plait
 

@@ -14,6 +14,7 @@
 #include "fault_io.hpp"
 #include "file.hpp"
 #include "io_facts.hpp"
+#include "module_doc.hpp"
 #include "reader.hpp"
 #include "staging_pool.hpp"
 #include "writer.hpp"
@@ -22,45 +23,12 @@ namespace py = pybind11;
 
 namespace {
 
+using py::literals::operator""_a;
+using plait::FaultIo;
 using plait::Io;
 using Path = std::filesystem::path;
 using Unlocked = py::call_guard<py::gil_scoped_release>;
 using Triples = std::vector<std::tuple<uint64_t, uint64_t, uint64_t>>;
-
-constexpr const char* kDoc =
-    R"(plait's snapshot engine in C++: checksums, staging memory, files.
-
-    io = PosixIo()                                    # or FaultIo(script) in a test
-    pool = StagingPool(1 << 30, threads=2)            # warm, huge-page aligned
-    pool.copy_in([(tensor.data_ptr(), tensor.nbytes, 0)])
-    done = write_file(io, path, header, [(pool.address, tensor.nbytes, 4096)], file_bytes)
-    fsync_dir(io, folder)                             # the caller's duty, as is every rename
-    read_ranges(io, path, file_bytes, done.crcs, [(4096, tensor.nbytes, tensor.data_ptr())])
-
-Memory is passed as addresses, which must stay valid and unchanged until the call returns. Every call
-that may take long runs without the GIL. Paths are str, bytes or os.PathLike. Errors: OSError with errno
-and "operation 'path'"; ValueError for arguments; ChecksumError for a file that is not what was written.)";
-
-// A borrowed contiguous buffer of any Python object that has one.
-class ByteView {
- public:
-  explicit ByteView(const py::buffer& source) {
-    if (PyObject_GetBuffer(source.ptr(), &view_, PyBUF_SIMPLE) != 0) {
-      throw py::error_already_set();
-    }
-  }
-  ~ByteView() { PyBuffer_Release(&view_); }
-  ByteView(const ByteView&) = delete;
-  ByteView& operator=(const ByteView&) = delete;
-
-  std::string_view text() const {
-    return {static_cast<const char*>(view_.buf),
-            static_cast<size_t>(view_.len)};
-  }
-
- private:
-  Py_buffer view_ = {};
-};
 
 // A part of a pool as a buffer; keeps the memory alive.
 struct PoolView {
@@ -79,12 +47,22 @@ std::vector<Item> items(const Triples& triples) {
   return result;
 }
 
-// Runs call(bytes) on a buffer's bytes without the GIL.
 template <typename Call>
-auto with_bytes(const py::buffer& source, Call call) {
-  const ByteView view(source);
+auto unlocked(Call call) {
   const py::gil_scoped_release release;
-  return call(view.text());
+  return call();
+}
+
+// Runs call(data, bytes, arguments...) without the GIL on what any bytes-like
+// object holds.
+template <typename Call, typename... Arguments>
+auto with_bytes(const py::buffer& source, Call call, Arguments... arguments) {
+  const py::buffer_info info = source.request();
+  if (PyBuffer_IsContiguous(info.view(), 'C') == 0) {
+    throw std::invalid_argument("the buffer must be contiguous");
+  }
+  const auto bytes = static_cast<size_t>(info.view()->len);
+  return unlocked([&] { return call(info.ptr, bytes, arguments...); });
 }
 
 void bind_errors(py::module_& module) {
@@ -116,41 +94,36 @@ void bind_checksums(py::module_& module) {
       "crc32c",
       [](const py::buffer& data, uint32_t value, bool hardware) {
         const auto function = hardware ? plait::crc32c : plait::crc32c_table;
-        return with_bytes(data, [&](std::string_view bytes) {
-          return function(bytes.data(), bytes.size(), value);
-        });
+        return with_bytes(data, function, value);
       },
-      py::arg("data"), py::arg("value") = 0, py::arg("hardware") = true);
+      "data"_a, "value"_a = 0, "hardware"_a = true);
   module.def(
       "crc32c_blocks",
       [](const py::buffer& data, uint64_t block_bytes) {
-        return with_bytes(data, [&](std::string_view bytes) {
-          return plait::crc32c_blocks(bytes.data(), bytes.size(), block_bytes);
-        });
+        return with_bytes(data, plait::crc32c_blocks, block_bytes);
       },
-      py::arg("data"), py::arg("block_bytes"));
+      "data"_a, "block_bytes"_a);
   module.def(
       "xxh3_128",
       [](const py::buffer& data) {
-        const auto digest = with_bytes(data, [](std::string_view bytes) {
-          return plait::xxh3_128(bytes.data(), bytes.size());
-        });
-        return py::bytes(reinterpret_cast<const char*>(digest.data()),
-                         digest.size());
+        return py::bytes(with_bytes(data, plait::xxh3_128));
       },
-      py::arg("data"));
+      "data"_a);
 }
 
 void bind_io(py::module_& module) {
   py::class_<Io>(module, "Io");
   py::class_<plait::PosixIo, Io>(module, "PosixIo").def(py::init<>());
-  py::class_<plait::FaultIo, Io>(module, "FaultIo")
-      .def(py::init<const std::vector<plait::FaultIo::Step>&, bool,
-                    std::vector<std::string>>(),
-           py::arg("script") = std::vector<plait::FaultIo::Step>(),
-           py::arg("sticky") = false,
-           py::arg("only") = std::vector<std::string>())
-      .def_property_readonly("ops", &plait::FaultIo::ops);
+  py::class_<FaultIo, Io>(module, "FaultIo")
+      .def(py::init<const FaultIo::Script&, bool, FaultIo::Names>(),
+           "script"_a = FaultIo::Script(), "sticky"_a = false,
+           "only"_a = FaultIo::Names())
+      .def_property_readonly("ops", &FaultIo::ops);
+}
+
+template <auto Method>
+void copy(const plait::StagingPool& pool, const Triples& copies) {
+  (pool.*Method)(items<plait::Copy>(copies));
 }
 
 void bind_pool(py::module_& module) {
@@ -162,31 +135,20 @@ void bind_pool(py::module_& module) {
             static_cast<py::ssize_t>(view.bytes), false);
       });
   py::class_<StagingPool>(module, "StagingPool")
-      .def(py::init<uint64_t, int, bool>(), py::arg("capacity_bytes"),
-           py::arg("threads") = 2, py::arg("pin") = false, Unlocked())
+      .def(py::init<uint64_t, int, bool>(), "capacity_bytes"_a, "threads"_a = 2,
+           "pin"_a = false, Unlocked())
       .def_property_readonly("capacity", &StagingPool::capacity)
       .def_property_readonly("address", &StagingPool::address)
       .def_property_readonly("pinned", &StagingPool::pinned)
-      .def(
-          "copy_in",
-          [](const StagingPool& pool, const Triples& copies) {
-            pool.copy_in(items<plait::Copy>(copies));
-          },
-          py::arg("copies"), Unlocked())
-      .def(
-          "copy_out",
-          [](const StagingPool& pool, const Triples& copies) {
-            pool.copy_out(items<plait::Copy>(copies));
-          },
-          py::arg("copies"), Unlocked())
+      .def("copy_in", &copy<&StagingPool::copy_in>, "copies"_a, Unlocked())
+      .def("copy_out", &copy<&StagingPool::copy_out>, "copies"_a, Unlocked())
       .def(
           "view",
           [](const StagingPool& pool, uint64_t offset, uint64_t bytes) {
-            const py::object view =
-                py::cast(PoolView{pool.view(offset, bytes), offset, bytes});
-            return py::memoryview(view);
+            PoolView view{pool.view(offset, bytes), offset, bytes};
+            return py::memoryview(py::cast(std::move(view)));
           },
-          py::arg("offset"), py::arg("nbytes"))
+          "offset"_a, "nbytes"_a)
       .def("close", &StagingPool::close, Unlocked());
 }
 
@@ -197,31 +159,28 @@ void bind_data_files(py::module_& module) {
       .def_readonly("fallback_reason", &plait::WriteResult::fallback_reason);
   module.def(
       "write_file",
-      [](Io& io, const Path& path, const py::buffer& header,
+      [](Io& io, const Path& path, std::string_view header,
          const Triples& pieces, uint64_t file_bytes, uint64_t block_bytes,
          int threads, uint64_t rate_limit, bool direct, bool background) {
-        return with_bytes(header, [&](std::string_view bytes) {
-          return plait::write_file(
-              io, path.string(), bytes, items<plait::Piece>(pieces), file_bytes,
-              {block_bytes, threads, rate_limit, direct, background});
-        });
+        return plait::write_file(
+            io, path, header, items<plait::Piece>(pieces), file_bytes,
+            {block_bytes, threads, rate_limit, direct, background});
       },
-      py::arg("io"), py::arg("path"), py::arg("header"), py::arg("pieces"),
-      py::arg("file_bytes"), py::kw_only(), py::arg("block_bytes") = 4 << 20,
-      py::arg("threads") = 2, py::arg("rate_limit") = 0,
-      py::arg("direct") = true, py::arg("background") = false);
+      "io"_a, "path"_a, "header"_a, "pieces"_a, "file_bytes"_a, py::kw_only(),
+      "block_bytes"_a = 4 << 20, "threads"_a = 2, "rate_limit"_a = 0,
+      "direct"_a = true, "background"_a = false, Unlocked());
   module.def(
       "read_ranges",
       [](Io& io, const Path& path, uint64_t file_bytes,
          const std::vector<uint32_t>& crcs, const Triples& requests,
          uint64_t block_bytes, int threads, bool direct) {
-        return plait::read_ranges(io, path.string(), file_bytes, crcs,
+        return plait::read_ranges(io, path, file_bytes, crcs,
                                   items<plait::ReadRequest>(requests),
                                   {block_bytes, threads, direct});
       },
-      py::arg("io"), py::arg("path"), py::arg("file_bytes"), py::arg("crcs"),
-      py::arg("requests"), py::kw_only(), py::arg("block_bytes") = 4 << 20,
-      py::arg("threads") = 2, py::arg("direct") = true, Unlocked());
+      "io"_a, "path"_a, "file_bytes"_a, "crcs"_a, "requests"_a, py::kw_only(),
+      "block_bytes"_a = 4 << 20, "threads"_a = 2, "direct"_a = true,
+      Unlocked());
 }
 
 // One call of Io on one path, repeated while interrupted.
@@ -230,92 +189,62 @@ void bind_path_call(py::module_& module, const char* name,
   module.def(
       name,
       [name, call](Io& io, const Path& path) {
-        const std::string text = path.string();
-        plait::check(name, text, [&] { return (io.*call)(text); });
+        plait::check(name, path, [&] { return (io.*call)(path); });
       },
-      py::arg("io"), py::arg("path"), Unlocked());
+      "io"_a, "path"_a, Unlocked());
 }
 
 void bind_small_files(py::module_& module) {
   module.def(
       "write_small",
-      [](Io& io, const Path& path, const py::buffer& data, bool exclusive) {
-        with_bytes(data, [&](std::string_view bytes) {
-          plait::write_small(io, path.string(), bytes, exclusive);
-        });
+      [](Io& io, const Path& path, std::string_view data, bool exclusive) {
+        plait::write_small(io, path, data, exclusive);
       },
-      py::arg("io"), py::arg("path"), py::arg("data"),
-      py::arg("exclusive") = true);
+      "io"_a, "path"_a, "data"_a, "exclusive"_a = true, Unlocked());
   module.def(
       "read_small",
       [](Io& io, const Path& path, uint64_t max_bytes) {
-        const auto read = [&] {
-          const py::gil_scoped_release release;
-          return plait::read_small(io, path.string(), max_bytes);
-        };
-        return py::bytes(read());
+        return py::bytes(
+            unlocked([&] { return plait::read_small(io, path, max_bytes); }));
       },
-      py::arg("io"), py::arg("path"), py::arg("max_bytes"));
+      "io"_a, "path"_a, "max_bytes"_a);
   module.def(
       "rename",
       [](Io& io, const Path& from, const Path& to) {
-        const std::string both = from.string() + "' -> '" + to.string();
-        plait::check("rename", both,
-                     [&] { return io.rename(from.string(), to.string()); });
+        plait::check("rename", from.string() + "' -> '" + to.string(),
+                     [&] { return io.rename(from, to); });
       },
-      py::arg("io"), py::arg("source"), py::arg("target"), Unlocked());
+      "io"_a, "source"_a, "target"_a, Unlocked());
   module.def(
       "free_bytes",
       [](Io& io, const Path& path) {
-        return plait::check("statvfs", path.string(),
-                            [&] { return io.free_bytes(path.string()); });
+        const auto call = [&] { return io.free_bytes(path); };
+        return plait::check("statvfs", path, call);
       },
-      py::arg("io"), py::arg("path"), Unlocked());
+      "io"_a, "path"_a, Unlocked());
   bind_path_call(module, "fsync_dir", &Io::fsync_dir);
   bind_path_call(module, "unlink", &Io::unlink);
   bind_path_call(module, "mkdir", &Io::mkdir);
   bind_path_call(module, "rmdir", &Io::rmdir);
 }
 
-py::dict probe_driver(bool initialize) {
-  const plait::CudaDriver driver;
-  std::string reason = driver.reason();
-  try {
-    if (initialize && driver.available()) {
-      driver.initialize();
-    }
-  } catch (const std::runtime_error& error) {
-    reason = error.what();
-  }
-  const int version = driver.available() ? driver.version() : 0;
-  return py::dict(py::arg("available") = reason.empty(),
-                  py::arg("reason") = reason,
-                  py::arg("host_register") = driver.available(),
-                  py::arg("driver_version") = version);
-}
-
-py::dict facts_dict(const Path& path) {
-  const plait::IoFacts facts = plait::io_facts(path.string());
-  return py::dict(py::arg("direct_io") = facts.direct_io,
-                  py::arg("direct_io_reason") = facts.direct_io_reason,
-                  py::arg("io_uring") = facts.io_uring,
-                  py::arg("io_uring_reason") = facts.io_uring_reason,
-                  py::arg("filesystem") = facts.filesystem,
-                  py::arg("free_bytes") = facts.free_bytes,
-                  py::arg("total_bytes") = facts.total_bytes);
+void bind_facts(py::module_& module) {
+  using plait::CudaDriver;
+  const auto facts = [](const Path& path) { return plait::io_facts(path); };
+  module.def("io_facts", facts, "path"_a, Unlocked());
+  py::class_<CudaDriver>(module, "CudaDriver")
+      .def_static("probe", &CudaDriver::probe, "initialize"_a = false);
 }
 
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
-  module.doc() = kDoc;
+  module.doc() = plait::kModuleDoc;
   bind_errors(module);
   bind_checksums(module);
   bind_io(module);
   bind_pool(module);
   bind_data_files(module);
   bind_small_files(module);
-  py::class_<plait::CudaDriver>(module, "CudaDriver")
-      .def_static("probe", &probe_driver, py::arg("initialize") = false);
-  module.def("io_facts", &facts_dict, py::arg("path"));
+  bind_facts(module);
 }

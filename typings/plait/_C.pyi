@@ -63,7 +63,7 @@ class WriteResult:
 def write_file(
     io: Io,
     path: _Path,
-    header: Buffer,
+    header: bytes | bytearray,
     pieces: Sequence[tuple[int, int, int]],
     file_bytes: int,
     *,
@@ -88,7 +88,7 @@ def read_ranges(
 ) -> int:
     """requests: (file_offset, nbytes, address). Returns the bytes read."""
 
-def write_small(io: Io, path: _Path, data: Buffer, exclusive: bool = True) -> None: ...
+def write_small(io: Io, path: _Path, data: bytes | bytearray, exclusive: bool = True) -> None: ...
 def read_small(io: Io, path: _Path, max_bytes: int) -> bytes: ...
 def rename(io: Io, source: _Path, target: _Path) -> None: ...
 def free_bytes(io: Io, path: _Path) -> int: ...
