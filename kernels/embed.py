@@ -1,0 +1,106 @@
+"""embedding: rows of a vocabulary shard by token; tokens of other shards give rows of zeros.
+
+Backward sums the gradients of equal tokens in the order of the tokens (torch's dense embedding gradient: no atomics
+on the CPU, sorted segments on CUDA), so that runs agree bit for bit. `embedding_wgrad` is that sum alone and can add
+into an fp32 view of a gradient bucket.
+"""
+
+import torch
+
+from plait.kernels.launch import below_autograd, check, check_device, check_floating, register
+
+
+def embedding_ref(tokens: torch.Tensor, weight: torch.Tensor, *, vocab_start: int = 0) -> torch.Tensor:
+    """The oracle; differentiable by torch."""
+    local = tokens - vocab_start
+    inside = (local >= 0) & (local < weight.shape[0])
+    return weight[local.clamp(0, weight.shape[0] - 1)] * inside.unsqueeze(-1).to(weight.dtype)
+
+
+def _forward(tokens: torch.Tensor, weight: torch.Tensor, vocab_start: int) -> torch.Tensor:
+    local = tokens - vocab_start if vocab_start else tokens
+    outside = (local < 0) | (local >= weight.shape[0])
+    out = torch.nn.functional.embedding(local.masked_fill(outside, 0), weight)
+    return out.masked_fill_(outside.unsqueeze(-1), 0.0)
+
+
+def _backward(dout: torch.Tensor, tokens: torch.Tensor, num_rows: int, vocab_start: int) -> torch.Tensor:
+    local = tokens - vocab_start if vocab_start else tokens
+    outside = (local < 0) | (local >= num_rows)
+    # One row past the shard collects what belongs elsewhere; being the padding row, it is skipped, not summed.
+    local = local.masked_fill(outside, num_rows)
+    grad = torch.ops.aten.embedding_dense_backward(dout.contiguous(), local, num_rows + 1, num_rows, False)
+    return grad[:num_rows]
+
+
+def _backward_into(
+    dout: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor, vocab_start: int, accumulate: bool
+) -> None:
+    grad = _backward(dout.to(out.dtype), tokens, out.shape[0], vocab_start)
+    out.add_(grad) if accumulate else out.copy_(grad)
+
+
+class _Embedding(torch.autograd.Function):
+    """Saves tokens, the caller's: 8 bytes per token."""
+
+    @staticmethod
+    def forward(ctx, tokens, weight, vocab_start):
+        with below_autograd():
+            out = _embedding(tokens, weight, vocab_start)
+        ctx.save_for_backward(tokens)
+        ctx.num_rows, ctx.vocab_start = weight.shape[0], vocab_start
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        return None, _embedding_grad(dout, *ctx.saved_tensors, ctx.num_rows, ctx.vocab_start), None
+
+
+_embedding = register(
+    "embedding(Tensor tokens, Tensor weight, int vocab_start) -> Tensor",
+    _forward,
+    lambda tokens, weight, vocab_start: weight.new_empty((*tokens.shape, weight.shape[1])),
+    _Embedding.apply,
+)
+_embedding_grad = register(
+    "embedding_grad(Tensor dout, Tensor tokens, int num_rows, int vocab_start) -> Tensor",
+    _backward,
+    lambda dout, tokens, num_rows, vocab_start: dout.new_empty((num_rows, dout.shape[-1])),
+)
+_embedding_grad_into = register(
+    "embedding_grad_(Tensor dout, Tensor tokens, Tensor(a!) out, int vocab_start, bool accumulate) -> ()",
+    _backward_into,
+    lambda dout, tokens, out, vocab_start, accumulate: None,
+)
+
+
+def embedding(tokens: torch.Tensor, weight: torch.Tensor, *, vocab_start: int = 0) -> torch.Tensor:
+    """weight[tokens - vocab_start] for int64 `tokens[...]` and `weight[V_local, D]`, giving [..., D].
+
+    A token outside [vocab_start, vocab_start + V_local) gives zeros and no gradient. Saves the tokens. Raises
+    TypeError on dtypes, ValueError on shapes and devices.
+    """
+    check_floating("embedding", weight=weight)
+    check_device("embedding", weight, tokens=tokens)
+    if tokens.dtype is not torch.int64:
+        raise TypeError(f"embedding: tokens are {tokens.dtype}; expected torch.int64")
+    check(
+        weight.dim() == 2 and weight.shape[0] > 0,
+        lambda: f"embedding: weight has shape {tuple(weight.shape)}; expected [V, D] with V > 0",
+    )
+    return _embedding(tokens, weight, vocab_start)
+
+
+def embedding_wgrad(
+    tokens: torch.Tensor, dout: torch.Tensor, out: torch.Tensor, *, vocab_start: int = 0, accumulate: bool = False
+) -> torch.Tensor:
+    """The weight gradient alone, written or added into `out[V_local, D]` (dout's dtype or fp32); returns `out`."""
+    check_device("embedding_wgrad", dout, tokens=tokens, out=out)
+    if out.dtype not in (dout.dtype, torch.float32) or (dout.dtype is torch.float64 and out.dtype != dout.dtype):
+        raise TypeError(f"embedding_wgrad: out is {out.dtype}; expected {dout.dtype} or float32")
+    check(
+        dout.shape == (*tokens.shape, out.shape[-1]) and out.dim() == 2,
+        lambda: f"embedding_wgrad: dout {tuple(dout.shape)}, tokens {tuple(tokens.shape)}, out {tuple(out.shape)}",
+    )
+    _embedding_grad_into(dout, tokens, out, vocab_start, accumulate)
+    return out

@@ -1,0 +1,171 @@
+"""attention: softmax(q k^T * scale) v without storing the scores; backward computes them again.
+
+Forward, per query i and the keys j it sees: s = softcap(q_i . k_j * scale), lse_i = log(sum_j exp(s) [+ exp(sink)]),
+out_i = sum_j dropout(exp(s - lse_i)) v_j. Backward, with p = exp(s - lse), delta_i = dout_i . out_i - dlse_i:
+ds = p * (dropout(dout_i . v_j) - delta_i), dq = ds k, dk = ds^T q, dv = dropout(p)^T dout,
+dsink = -sum exp(sink - lse) delta.
+
+Causal is bottom-right aligned: query i of T sees keys up to i + S - T. A row that sees no key gives out 0, lse -inf
+(or the sink) and no gradient. Saved: q, k, v (the caller's), out, lse (4 bytes per query and head). No atomics: the
+gradients of keys and of queries are two kernels, each row written by one program in a fixed order. Statistics and
+sums are fp32 (fp64 for fp64).
+"""
+
+import torch
+
+from plait.kernels import attention_plain
+from plait.kernels.attention_plain import Options
+from plait.kernels.dropout_op import check_rng
+from plait.kernels.launch import below_autograd, check, check_device, check_floating, compute_dtype, register
+
+_MAX_HEAD_DIM = 256
+_OPTIONS = (
+    "Tensor? sinks, Tensor? rng, Tensor? cu_q, Tensor? cu_k, bool causal, float scale, int window, float softcap,"
+    " float dropout_p, int head_offset, int sample_offset"
+)
+
+
+def _forward(q, k, v, sinks, rng, cu_q, cu_k, *options):
+    return attention_plain.forward(q, k, v, sinks, rng, cu_q, cu_k, Options(*options))
+
+
+def _backward(dout, dlse, q, k, v, out, lse, sinks, rng, cu_q, cu_k, *options):
+    return attention_plain.backward(dout, dlse, q, k, v, out, lse, sinks, rng, cu_q, cu_k, Options(*options))
+
+
+class _Attention(torch.autograd.Function):
+    """Saves q, k, v (the caller's), out and lse; sinks, rng and cu_seqlens are small."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, rng, cu_q, cu_k, *options):
+        with below_autograd():
+            out, lse = _attention(q, k, v, sinks, rng, cu_q, cu_k, *options)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, rng, cu_q, cu_k)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        q, k, v, out, lse, sinks, rng, cu_q, cu_k = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        dq, dk, dv, dsinks = _attention_grad(dout, dlse, q, k, v, out, lse, sinks, rng, cu_q, cu_k, *ctx.options)
+        return dq, dk, dv, None if sinks is None else dsinks, *(None,) * (3 + len(ctx.options))
+
+
+def _fake_forward(q, k, v, *args):
+    out = q.new_empty((*q.shape[:3], v.shape[3]))
+    return out, q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=compute_dtype(q.dtype))
+
+
+def _fake_backward(dout, dlse, q, k, v, out, lse, sinks, *args):
+    dsinks = q.new_empty(0, dtype=lse.dtype) if sinks is None else sinks.new_empty(sinks.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+
+
+_attention = register(
+    f"attention(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
+    _forward,
+    _fake_forward,
+    _Attention.apply,
+)
+_attention_grad = register(
+    "attention_grad(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,"
+    f" {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+)
+
+
+def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    check(
+        q.dim() == 4 and k.dim() == 4 and v.dim() == 4,
+        lambda: (
+            f"attention: q, k, v have {q.dim()}, {k.dim()}, {v.dim()} dims; expected 4: [batch, tokens, heads, K]"
+        ),
+    )
+    check(
+        k.shape[:3] == v.shape[:3] and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3],
+        lambda: f"attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit",
+    )
+    check(
+        k.shape[2] > 0 and q.shape[2] % k.shape[2] == 0,
+        lambda: f"attention: {q.shape[2]} query heads must be a multiple of {k.shape[2]} key heads",
+    )
+    check(
+        0 < q.shape[3] <= _MAX_HEAD_DIM and 0 < v.shape[3] <= _MAX_HEAD_DIM,
+        lambda: f"attention: head dims {q.shape[3]} and {v.shape[3]}; expected 1 to {_MAX_HEAD_DIM}",
+    )
+
+
+def _packed(
+    q: torch.Tensor, cu_seqlens: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(cu_q, cu_k), checked."""
+    if cu_seqlens is None:
+        return None, None
+    cu_q, cu_k = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
+    check(q.shape[0] == 1, lambda: f"attention: cu_seqlens needs a batch of 1 (packed documents), got {q.shape[0]}")
+    for cu in (cu_q, cu_k):
+        if cu.dtype is not torch.int32:
+            raise TypeError(f"attention: cu_seqlens is {cu.dtype}; expected torch.int32")
+        check_device("attention", q, cu_seqlens=cu)
+    check(
+        cu_q.dim() == 1 and cu_q.shape == cu_k.shape and cu_q.shape[0] >= 2,
+        lambda: (
+            f"attention: cu_seqlens of shapes {tuple(cu_q.shape)} and {tuple(cu_k.shape)}; expected [documents + 1]"
+        ),
+    )
+    return cu_q, cu_k
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng: torch.Tensor | None = None,
+    head_offset: int = 0,
+    sample_offset: int = 0,
+    cu_seqlens: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of q[B, T, H, K] on k[B, S, KV, K], v[B, S, KV, Kv]: out[B, T, H, Kv], with lse[B, H, T] on demand.
+
+    H is a multiple of KV (grouped queries); head dims up to 256, any strides. `scale` defaults to K^-0.5. `window`
+    counts the keys a query sees including its own position (both ways when not causal). `softcap` > 0 bounds scores.
+    `sinks[H]` are logits without a value. Dropout needs `rng` int64 [2] = (seed, offset); its mask depends on the
+    global (sample, head, row, column), where the offsets are those of q[0, :, 0]. `cu_seqlens` int32 [documents + 1],
+    or a pair for queries and keys, packs documents in a batch of 1; rows past its end give 0.
+    All of q, k, v, lse, sinks have gradients. Raises TypeError on dtypes, ValueError on everything else.
+    """
+    check_floating("attention", q=q, k=k, v=v)
+    _check_shapes(q, k, v)
+    check(window is None or window >= 1, lambda: f"attention: window is {window}; expected None or at least 1")
+    check(softcap >= 0.0, lambda: f"attention: softcap is {softcap}; expected >= 0 (0 is off)")
+    check(0.0 <= dropout_p < 1.0, lambda: f"attention: dropout_p is {dropout_p}; expected 0 <= p < 1")
+    if dropout_p:
+        check(rng is not None, lambda: "attention: dropout needs rng, an int64 tensor [2] = (seed, offset)")
+        check_rng("attention", rng, q)  # type: ignore[arg-type]
+    if sinks is not None:
+        check_device("attention", q, sinks=sinks)
+        check(
+            sinks.shape == q.shape[2:3] and sinks.is_floating_point(),
+            lambda: (
+                f"attention: sinks {sinks.dtype} {tuple(sinks.shape)}; expected {q.shape[2]} floats, one a query head"
+            ),
+        )
+    cu_q, cu_k = _packed(q, cu_seqlens)
+    out, lse = _attention(
+        q, k, v, sinks, rng if dropout_p else None, cu_q, cu_k, causal,
+        q.shape[3] ** -0.5 if scale is None else float(scale), window or 0, float(softcap), float(dropout_p),
+        head_offset, sample_offset,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out

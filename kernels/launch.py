@@ -1,0 +1,107 @@
+"""What every op of this package shares: registration with torch, device choice, argument checks, row views.
+
+Not here: tile tables (each kernel file owns its own) and anything that launches. The one idea: an op is registered
+once under ``plait::``; its Autograd-key kernel is an ``autograd.Function`` that calls the same op below autograd, so
+eager, ``torch.compile`` and tracing see one opaque call each way.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+@triton.jit
+def _probe_kernel(x_ptr):
+    tl.store(x_ptr, 0)
+
+
+# Interpreter mode is fixed when a kernel is decorated, so one decorated kernel tells for the whole process.
+INTERPRETED = not isinstance(_probe_kernel, triton.JITFunction)
+
+
+def use_triton(x: torch.Tensor) -> bool:
+    """Whether ops on `x` run Triton: CUDA tensors but fp64 ones, or any tensor in the interpreter."""
+    return INTERPRETED or (x.is_cuda and x.dtype is not torch.float64)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the arithmetic: fp64 for fp64, fp32 for fp32 and the 16-bit ones."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def triton_dtype(dtype: torch.dtype) -> Any:
+    """`compute_dtype` as the constexpr that kernels take."""
+    return tl.float64 if dtype is torch.float64 else tl.float32
+
+
+def register(
+    schema: str,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    autograd: Callable[..., Any] | None = None,
+) -> Any:
+    """Defines ``plait::<schema>`` and returns its overload.
+
+    `kernel` serves every device, `fake` gives the outputs' shapes, `autograd` is the Autograd-key kernel (absent: the
+    op has no gradient). The stride order of the inputs is kept under the compiler.
+    """
+    name = schema.split("(", 1)[0]
+    qualified = f"plait::{name}"
+    tags = (torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag)
+    torch.library.define(qualified, schema[len(name) :], tags=tags)
+    torch.library.impl(qualified, "CompositeExplicitAutograd", kernel)
+    torch.library.register_fake(qualified, fake)
+    if autograd is not None:
+        torch.library.impl(qualified, "Autograd", autograd)
+    return getattr(torch.ops.plait, name).default
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """`x[..., D]` as `[rows, D]` with unit stride in D; a view where one exists, else a copy."""
+    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(math.prod(x.shape[:-1]), x.shape[-1])
+    return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
+
+
+def next_power_of_two(n: int) -> int:
+    """The smallest power of two that is >= n (1 for n <= 1)."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def from_table(table: Sequence[tuple[int, Any]], key: int) -> Any:
+    """The value of the first row of a (limit, value) table whose limit is >= key; the last row's for larger keys."""
+    for limit, value in table:
+        if key <= limit:
+            return value
+    return table[-1][1]
+
+
+def check_floating(op: str, **tensors: torch.Tensor) -> None:
+    """All are floating point and agree in dtype and device; TypeError or ValueError naming the odd one."""
+    first_name, first = next(iter(tensors.items()))
+    dtype, device = first.dtype, first.device
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise TypeError(f"{op}: {first_name} is {dtype}; expected float32, bfloat16, float16 or float64")
+    for name, tensor in tensors.items():
+        if tensor.dtype != dtype:
+            raise TypeError(f"{op}: {name} is {tensor.dtype} but {first_name} is {dtype}; they must agree")
+        if tensor.device != device:
+            raise ValueError(f"{op}: {name} is on {tensor.device} but {first_name} is on {device}; they must agree")
+
+
+def check_device(op: str, first: torch.Tensor, **tensors: torch.Tensor) -> None:
+    """Every tensor lives where `first` does."""
+    for name, tensor in tensors.items():
+        if tensor.device != first.device:
+            raise ValueError(f"{op}: {name} is on {tensor.device}; expected {first.device}")
+
+
+def check(condition: bool, message: Callable[[], str]) -> None:
+    """ValueError with `message()` unless `condition`; the text is only built when it fails."""
+    if not condition:
+        raise ValueError(message())
