@@ -1,0 +1,104 @@
+"""Where a weight gradient goes: into the parameter's flat bucket view, at once or when the schedule says W.
+
+Not autograd's way: a layer of plait.parallel returns None for its weights in backward and adds the gradient itself.
+The one idea: a parameter carries where its gradient lives (`param.main_grad`, set by plait.parallel.data) and whom to
+tell (`param.on_grad`); a `GradSink` carries when the work is done. Attributes read here, all optional:
+
+    param.main_grad   fp32 (fp64 for fp64) tensor of the parameter's shape; absent: `param.grad` is used
+    param.on_grad     callable(param), called once per micro-batch when every use of the parameter was added
+    param.grad_uses   how many layers use the parameter (2 for a tied embedding on one stage); absent: 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from plait.kernels import linear_wgrad
+
+
+class GradSink:
+    """Runs weight-gradient work at once, or keeps it by micro-batch until `run`.
+
+    Purpose: one place per layer through which every weight gradient passes, so that a schedule can split a backward
+    into I (input gradient) and W (weight gradient). Owns the queued functions and, through them, the tensors they
+    close over; `run` frees them. One thread uses it at a time: the one that runs backward.
+    """
+
+    def __init__(self, *, deferring: bool = False) -> None:
+        self.microbatch = 0  # the micro-batch whose backward runs; the executor sets it before each B or I
+        self.deferring = deferring  # False: B, work runs inside backward; True: I, work waits for W
+        self._queues: dict[int, list[Callable[[], None]]] = {}
+
+    def add(self, microbatch: int, work: Callable[[], None]) -> None:
+        """Takes the weight-gradient work of one micro-batch; runs it now unless deferring."""
+        if self.deferring:
+            self._queues.setdefault(microbatch, []).append(work)
+        else:
+            work()
+
+    def run(self, microbatch: int) -> None:
+        """Does the queued work of one micro-batch in the order in which it was added (action W), and frees it."""
+        queue = self._queues.pop(microbatch, [])
+        queue.reverse()
+        while queue:  # popped one by one, so that the tensors of each are freed before the next runs
+            queue.pop()()
+
+    @property
+    def pending(self) -> int:
+        """The number of queued pieces of work over all micro-batches."""
+        return sum(len(queue) for queue in self._queues.values())
+
+    def clear(self) -> None:
+        """Drops all queued work: for a step that is given up."""
+        self._queues.clear()
+
+
+def add_use(param: nn.Parameter) -> None:
+    """Declares one more layer that adds to the gradient of the parameter in each micro-batch."""
+    param.grad_uses = getattr(param, "grad_uses", 1) + 1  # type: ignore[attr-defined]
+
+
+def notify(param: nn.Parameter) -> None:
+    """Tells the owner of the gradient that one use was added; `on_grad` fires at the last use of a micro-batch."""
+    on_grad = getattr(param, "on_grad", None)
+    if on_grad is None:
+        return
+    uses = getattr(param, "grad_uses", 1)
+    if uses > 1:
+        seen = (getattr(param, "grad_uses_seen", 0) + 1) % uses
+        param.grad_uses_seen = seen  # type: ignore[attr-defined]
+        if seen:
+            return
+    on_grad(param)
+
+
+def grad_home(param: nn.Parameter) -> Tensor:
+    """Returns the tensor that a gradient of the parameter is added into; a new `param.grad` of zeros at need."""
+    home = getattr(param, "main_grad", None)
+    if home is not None:
+        return home
+    if param.grad is None:
+        param.grad = torch.zeros_like(param)
+    return param.grad
+
+
+def accumulate(param: nn.Parameter, grad: Tensor) -> None:
+    """Adds a gradient with the parameter's elements to where it lives, in the home's dtype, and notifies."""
+    with torch.no_grad():
+        home = grad_home(param)
+        home.add_(grad.reshape(home.shape))
+    notify(param)
+
+
+def accumulate_linear(param: nn.Parameter, x: Tensor, dout: Tensor) -> None:
+    """Adds dout^T x, the weight gradient of `linear`, without a temporary where the home is wide enough.
+
+    Shapes: x [..., K], dout [..., N], param [..., K] with N rows over its leading dims.
+    """
+    with torch.no_grad():
+        home = grad_home(param)
+        linear_wgrad(x, dout, home, True)
+    notify(param)

@@ -1,0 +1,334 @@
+"""Tensor-parallel linears, and the norm and dropout that live between them.
+
+Not here: vocabulary layers (vocab.py), and when weight gradients run (gradients.py). The one idea: a layer is an
+explicit autograd function whose backward computes the input gradient, starts its reduction over the axis, gives the
+weight gradient to the layer's sink while that reduction is under way, and returns None for the weight. So each block
+has the fewest collectives that the mathematics allows, and a schedule can run weight gradients later.
+
+With sequence parallelism the activations between blocks are [B, T / tp, D]: a column layer gathers them along dim 1,
+a row layer reduce-scatters its sum. Without it they are [B, T, D] on every rank and a row layer all-reduces. Sizes
+come from the constructor, never from the tensors. On an axis of size 1 the same code runs and nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from plait import kernels
+from plait.kernels.launch import below_autograd
+from plait.parallel.collectives import all_gather, all_reduce, reduce_scatter
+from plait.parallel.gradients import GradSink, accumulate, accumulate_linear
+from plait.parallel.mesh import Axis
+from plait.parallel.placement import Placement
+from plait.parallel.random import init_normal_, rng_key
+from plait.parallel.recompute import mark_replayable
+
+
+def check_sequence(num_tokens: int, axis: Axis) -> None:
+    """Raises ValueError unless a sequence can be cut in equal parts over the axis: for the plan of a run."""
+    if num_tokens % axis.size:
+        raise ValueError(
+            f"a sequence of {num_tokens} tokens cannot be split over axis {axis.name} of size {axis.size}: "
+            f"use a multiple of {axis.size}, or no sequence parallelism"
+        )
+
+
+def unit_box(num_features: int, units: int | None, axis: Axis) -> tuple[int, int, tuple[int, ...]]:
+    """Returns (offset, size, replica_ranks) of this coord's share of features that come in indivisible units.
+
+    `units` (heads) divisible by the axis: equal shares. Fewer units than ranks: each unit lies on size / units
+    neighbouring ranks, which are then its replicas. Anything else raises ValueError. None: features are divisible.
+    """
+    if units is None:
+        units = num_features if num_features % axis.size == 0 else 0
+    if units < 1 or num_features % units or (units % axis.size and axis.size % units):
+        raise ValueError(
+            f"{num_features} features in {units or num_features} units cannot be split over axis {axis.name} of size "
+            f"{axis.size}: the units must be a multiple of {axis.size}, or divide it to be replicated"
+        )
+    if units % axis.size == 0:
+        size = num_features // axis.size
+        return axis.coord * size, size, ()
+    copies = axis.size // units
+    unit, size = axis.coord // copies, num_features // units
+    return unit * size, size, axis.ranks[unit * copies : (unit + 1) * copies]
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x W^T + b with the rows of W, the output features, split over the axis.
+
+    `out_features` may be (2, F): two matrices of F rows as one parameter [2, F, in], each split along F, so that a
+    shard is one box of the full tensor; the output is then [..., 2 * F_local], the first matrix's part first.
+    `units` counts indivisible groups of output features (key-value heads); see `unit_box` for fewer units than ranks:
+    the weight is then replicated and its gradient is a partial that must be summed over the replicas.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | tuple[int, ...],
+        axis: Axis,
+        *,
+        units: int | None = None,
+        bias: bool = False,
+        sequence_parallel: bool = False,
+        keep_gathered: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """`keep_gathered`: keep the gathered input for the weight gradient, or keep the shard and gather again."""
+        super().__init__()
+        self.axis, self.sequence_parallel, self.keep_gathered = axis, sequence_parallel, keep_gathered
+        leading = (out_features,) if isinstance(out_features, int) else tuple(out_features)
+        offset, size, replicas = unit_box(leading[-1], units, axis)
+        full, local = (*leading, in_features), (*leading[:-1], size, in_features)
+        start = (*(0 for _ in leading[:-1]), offset, 0)
+        sums = (axis.name,) if replicas else ()
+        self.weight = nn.Parameter(torch.empty(local, dtype=dtype, device=device))
+        self.weight.placement = Placement(full, start, local, replicas, sums)  # type: ignore[attr-defined]
+        self.register_parameter("bias", None)
+        if bias:
+            self.bias = nn.Parameter(torch.zeros(local[:-1], dtype=dtype, device=device))
+            self.bias.placement = Placement(full[:-1], start[:-1], local[:-1], replicas, sums)
+        self.weight_grads = GradSink()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, T(/tp), in] -> [B, T, out_local]."""
+        return column_parallel(x, self)[0]
+
+    def reset_parameters(self, seed: int, std: float, name: str) -> None:
+        """Draws the weight as `name`.weight, the same bits on every grid; the bias becomes 0."""
+        _reset(self, seed, std, name)
+
+
+def column_parallel(x: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor, ...]:
+    """Applies several column layers to one input: x is gathered once and its gradient is summed and reduced once."""
+    params = [p for layer in layers for p in (layer.weight, layer.bias)]
+    return _Column.apply(x, layers, *params)
+
+
+class _Column(torch.autograd.Function):
+    """Saves the input that the weight gradients need (gathered, or the shard) and the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layers: tuple[ColumnParallelLinear, ...], *params: Tensor | None) -> Any:
+        lead = layers[0]
+        full = all_gather(x, lead.axis, 1) if lead.sequence_parallel else x
+        ctx.layers = layers
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(full if lead.keep_gathered else x, *params[0::2])
+        with below_autograd():
+            return tuple(
+                kernels.linear(full, _matrix(weight), None if bias is None else bias.view(-1))
+                for weight, bias in zip(params[0::2], params[1::2], strict=True)
+            )
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Tensor | None) -> Any:
+        x, *weights = ctx.saved_tensors
+        layers, lead = ctx.layers, ctx.layers[0]
+        none = (None,) * (1 + 2 * len(layers))
+        gather_again = lead.sequence_parallel and not lead.keep_gathered and any(ctx.needs_input_grad[2:])
+        gathering = all_gather(x, lead.axis, 1, async_op=True) if gather_again else None
+        reducing = None
+        if ctx.needs_input_grad[0]:
+            dx = _input_grad(douts, weights)
+            if lead.sequence_parallel:
+                reducing = reduce_scatter(dx, lead.axis, 1, async_op=True)
+            else:
+                reducing = all_reduce(dx, lead.axis, async_op=True)
+        x = x if gathering is None else gathering.wait()
+        for layer, dout in zip(layers, douts, strict=True):
+            if dout is not None:
+                _add_weight_grads(layer, x, dout)
+        return (None if reducing is None else reducing.wait(), *none)
+
+
+class RowParallelLinear(nn.Module):
+    """y = x W^T + b with the columns of W, the input features, split over the axis like a column layer's output."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        axis: Axis,
+        *,
+        bias: bool = False,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.axis, self.sequence_parallel = axis, sequence_parallel
+        offset, size, _ = unit_box(in_features, None, axis)
+        shape = (out_features, size)
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        self.weight.placement = Placement((out_features, in_features), (0, offset), shape)  # type: ignore[attr-defined]
+        self.register_parameter("bias", None)
+        if bias:  # added once, after the sum; every rank sees the whole gradient of the output
+            self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device))
+            self.bias.placement = Placement.whole((out_features,), _replicas(axis))
+        self.weight_grads = GradSink()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, T, in_local] -> [B, T(/tp), out]."""
+        return _Row.apply(x, self, self.weight, self.bias)
+
+    def reset_parameters(self, seed: int, std: float, name: str) -> None:
+        """Draws the weight as `name`.weight, the same bits on every grid; the bias becomes 0."""
+        _reset(self, seed, std, name)
+
+
+class _Row(torch.autograd.Function):
+    """Saves the input shard and the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: RowParallelLinear, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x, weight)
+        with below_autograd():
+            partial_sum = kernels.linear(x, weight)
+        if layer.sequence_parallel:
+            out = reduce_scatter(partial_sum, layer.axis, 1)
+        else:
+            out = all_reduce(partial_sum, layer.axis)
+        return out if bias is None else out.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        layer = ctx.layer
+        if layer.sequence_parallel:
+            dout = all_gather(dout, layer.axis, 1)
+        dx = _input_grad((dout,), (weight,)) if ctx.needs_input_grad[0] else None
+        _add_weight_grads(layer, x, dout)
+        return dx, None, None, None
+
+
+class RMSNorm(nn.Module):
+    """y = x / rms(x) * weight, over the last dim, of a whole or a sequence-parallel activation.
+
+    With sequence parallelism a rank sees only its tokens: its weight gradient is a partial over the axis, and the
+    placement says so. Without it every replica computes the whole gradient from equal inputs.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        axis: Axis,
+        *,
+        eps: float = 1e-6,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim, dtype=dtype, device=device))
+        replicas = _replicas(axis)
+        sums = (axis.name,) if sequence_parallel and replicas else ()
+        self.weight.placement = Placement.whole((dim,), replicas, sums)  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., dim] -> the same shape. Cheap to make again: `recompute` may drop the result."""
+        y = _Norm.apply(x, self, self.weight)
+        if torch.is_grad_enabled():
+            mark_replayable(y, kernels.rms_norm, x, self.weight, self.eps)
+        return y
+
+    def reset_parameters(self, seed: int, std: float, name: str) -> None:
+        """The weight becomes 1: nothing is drawn."""
+        nn.init.ones_(self.weight)
+
+
+class _Norm(torch.autograd.Function):
+    """Saves x and the weight (the caller's) and rstd; the weight gradient comes with dx and is added at once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: RMSNorm, weight: Tensor) -> Tensor:
+        with below_autograd():
+            y, rstd = torch.ops.plait.rms_norm(x, weight, layer.eps)
+        ctx.layer = layer
+        ctx.save_for_backward(x, weight, rstd)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        with below_autograd():
+            dx, dweight = torch.ops.plait.rms_norm_grad(dy, *ctx.saved_tensors, None)
+        if ctx.needs_input_grad[2]:
+            accumulate(ctx.layer.weight, dweight)
+        return dx, None, None
+
+
+class Dropout(nn.Module):
+    """Dropout whose mask depends on (seed, step, layer, site) and the global place of an element, on no rank.
+
+    `split` says how x [B, T, D] lies on the axis: "none" (replicated: equal masks), "sequence" (dim 1 is this rank's
+    part) or "features" (dim 2 is): ranks then drop the elements that one rank would drop.
+    """
+
+    def __init__(
+        self, p: float, axis: Axis, *, layer: int, site: int, split: Literal["none", "sequence", "features"] = "none"
+    ) -> None:
+        super().__init__()
+        if not 0.0 <= p < 1.0:
+            raise ValueError(f"dropout p={p} must be in [0, 1)")
+        if split not in ("none", "sequence", "features"):
+            raise ValueError(f"split={split!r} must be 'none', 'sequence' or 'features'")
+        self.p, self.axis, self.layer, self.site, self.split = p, axis, layer, site, split
+
+    def forward(self, x: Tensor, *, seed: int, step: int, sample_offset: int = 0) -> Tensor:
+        """x [B, T, D]; `sample_offset` is the index of its first sample in the global batch. Identity in eval()."""
+        if not self.training or self.p == 0.0:
+            return x
+        rng = rng_key(seed, step, self.layer, self.site, device=x.device)
+        row = self.axis.coord * x.shape[1] if self.split == "sequence" else 0
+        column = self.axis.coord * x.shape[2] if self.split == "features" else 0
+        return kernels.dropout(x, self.p, rng, sample_offset=sample_offset, row_offset=row, col_offset=column)
+
+
+def _matrix(weight: Tensor) -> Tensor:
+    """The weight [..., K] as the one matrix [rows, K] that a matmul takes."""
+    return weight if weight.dim() == 2 else weight.view(-1, weight.shape[-1])
+
+
+def _input_grad(douts: Sequence[Tensor | None], weights: Sequence[Tensor]) -> Tensor:
+    """The sum of the layers' input gradients; an output that nobody used has none."""
+    total = None
+    with below_autograd():
+        for dout, weight in zip(douts, weights, strict=True):
+            if dout is not None:
+                part = kernels.linear_dgrad(dout, _matrix(weight))
+                total = part if total is None else total.add_(part)
+    assert total is not None, "autograd calls backward only with at least one gradient"
+    return total
+
+
+def _replicas(axis: Axis) -> tuple[int, ...]:
+    return axis.ranks if axis.size > 1 else ()
+
+
+def _add_weight_grads(layer: ColumnParallelLinear | RowParallelLinear, x: Tensor, dout: Tensor) -> None:
+    """Gives the layer's sink the gradients of weight and bias for the micro-batch whose backward runs."""
+    sink = layer.weight_grads
+    if layer.weight.requires_grad:
+        sink.add(sink.microbatch, partial(accumulate_linear, layer.weight, x, dout))
+    if layer.bias is not None and layer.bias.requires_grad:
+        sink.add(sink.microbatch, partial(_accumulate_bias, layer.bias, dout))
+
+
+def _accumulate_bias(bias: nn.Parameter, dout: Tensor) -> None:
+    wide = torch.float64 if dout.dtype == torch.float64 else torch.float32
+    accumulate(bias, dout.reshape(-1, dout.shape[-1]).sum(0, dtype=wide))
+
+
+def _reset(layer: ColumnParallelLinear | RowParallelLinear, seed: int, std: float, name: str) -> None:
+    init_normal_(layer.weight, layer.weight.placement, std=std, seed=seed, name=f"{name}.weight")
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)

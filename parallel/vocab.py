@@ -1,0 +1,250 @@
+"""Layers over the vocabulary: token embedding, and the output projection together with its loss.
+
+Not here: the softmax itself (plait.kernels.loss). The one idea: rank r of the axis holds ceil(V / size) rows of the
+full [V, D] matrix from row r * ceil(V / size) on; where V does not divide, the last rows of the last shards are
+padding that is 0, gets no gradient and never enters a loss. An embedding is a sum in which one rank has the row and
+the others zeros; a loss needs a few numbers per token from each rank, never its logits.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait import kernels
+from plait.kernels.launch import below_autograd
+from plait.parallel.collectives import all_gather, all_reduce, reduce_scatter
+from plait.parallel.gradients import GradSink, add_use, grad_home, notify
+from plait.parallel.mesh import Axis
+from plait.parallel.placement import Placement
+from plait.parallel.random import init_normal_
+
+
+def vocab_rows(vocab_size: int, axis: Axis) -> tuple[int, int, int]:
+    """Returns (first row, rows with padding, valid rows) of this coord's shard of a vocabulary."""
+    rows = -(-vocab_size // axis.size)
+    start = axis.coord * rows
+    return start, rows, max(0, min(rows, vocab_size - start))
+
+
+def _vocab_weight(
+    vocab_size: int, dim: int, axis: Axis, dtype: torch.dtype | None, device: torch.device | str | None
+) -> nn.Parameter:
+    start, rows, valid = vocab_rows(vocab_size, axis)
+    weight = nn.Parameter(torch.zeros(rows, dim, dtype=dtype, device=device))
+    weight.placement = Placement(  # type: ignore[attr-defined]
+        (vocab_size, dim), (min(start, vocab_size), 0), (valid, dim)
+    )
+    return weight
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rows of the full [V, D] matrix by token, split over the axis."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        dim: int,
+        axis: Axis,
+        *,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.axis, self.sequence_parallel = axis, sequence_parallel
+        self.vocab_size, self.vocab_start = vocab_size, vocab_rows(vocab_size, axis)[0]
+        self.weight = _vocab_weight(vocab_size, dim, axis, dtype, device)
+        self.weight_grads = GradSink()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens int64 [B, T], the same on the whole axis, in [0, V) -> [B, T(/tp), D]."""
+        return _Embed.apply(tokens, self, self.weight)
+
+    def reset_parameters(self, seed: int, std: float, name: str) -> None:
+        """Draws the weight as `name`.weight, the same bits on every grid; padding is 0."""
+        init_normal_(self.weight, self.weight.placement, std=std, seed=seed, name=f"{name}.weight")
+
+
+class _Embed(torch.autograd.Function):
+    """Saves the tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, layer: VocabParallelEmbedding, weight: Tensor) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(tokens)
+        with below_autograd():
+            rows = kernels.embedding(tokens, weight, vocab_start=layer.vocab_start)
+        if layer.sequence_parallel:
+            return reduce_scatter(rows, layer.axis, 1)
+        return all_reduce(rows, layer.axis)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[None, None, None]:
+        layer, sink = ctx.layer, ctx.layer.weight_grads
+        if layer.sequence_parallel:
+            dout = all_gather(dout, layer.axis, 1)
+        (tokens,) = ctx.saved_tensors
+        sink.add(sink.microbatch, partial(_accumulate_rows, layer, tokens, dout))
+        return None, None, None
+
+
+def _accumulate_rows(layer: VocabParallelEmbedding, tokens: Tensor, dout: Tensor) -> None:
+    """Adds each token's gradient to its row of this shard, in the order of the tokens."""
+    weight = layer.weight
+    home = grad_home(weight)
+    kernels.embedding_wgrad(tokens, dout, home, vocab_start=layer.vocab_start, accumulate=True)
+    notify(weight)
+
+
+class VocabParallelHead(nn.Module):
+    """The output projection [V, D], split over the axis, and its cross entropy; `tied` shares an embedding's weight.
+
+    Options as `plait.kernels.linear_cross_entropy`. Padding never enters the loss: it is cut off before the product.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        vocab_size: int,
+        axis: Axis,
+        *,
+        tied: VocabParallelEmbedding | None = None,
+        sequence_parallel: bool = False,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float = 0.0,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.axis, self.sequence_parallel = axis, sequence_parallel
+        self.vocab_size, self.ignore_index, self.softcap = vocab_size, ignore_index, softcap
+        self.label_smoothing, self.z_loss = label_smoothing, z_loss
+        self.vocab_start, _, self.num_valid = vocab_rows(vocab_size, axis)
+        if tied is None:
+            self.weight = _vocab_weight(vocab_size, dim, axis, dtype, device)
+        else:
+            if (tied.vocab_size, tied.weight.shape[1]) != (vocab_size, dim):
+                shape = [tied.vocab_size, tied.weight.shape[1]]
+                raise ValueError(f"head [{vocab_size}, {dim}] cannot share an embedding of shape {shape}")
+            self.weight = tied.weight
+            add_use(self.weight)
+        self.weight_grads = GradSink()
+
+    def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """x [B, T(/tp), D], targets int64 [B, T] -> (sum of the token losses, number of tokens that count).
+
+        Both are 0-dim and equal on the whole axis; the sum is fp32 (fp64 for fp64), the count int64.
+        """
+        return _Loss.apply(x, self, targets, self.weight)
+
+    @torch.no_grad()
+    def logits(self, x: Tensor, *, gather: bool = True) -> Tensor:
+        """x [B, T(/tp), D] -> logits [B, T, V] on every rank, or with gather=False this shard's valid columns."""
+        if self.sequence_parallel:
+            x = all_gather(x, self.axis, 1)
+        local = kernels.linear(x, self.weight)
+        if self.softcap:
+            local = self.softcap * torch.tanh(local / self.softcap)
+        if not gather:
+            return local[..., : self.num_valid]
+        return all_gather(local, self.axis, local.dim() - 1)[..., : self.vocab_size]
+
+    def reset_parameters(self, seed: int, std: float, name: str) -> None:
+        """Draws the weight as `name`.weight, the same bits on every grid; padding is 0."""
+        init_normal_(self.weight, self.weight.placement, std=std, seed=seed, name=f"{name}.weight")
+
+
+class _Loss(torch.autograd.Function):
+    """Saves the gathered input, the targets and one log-sum-exp per token.
+
+    One small all-gather carries four numbers per token and rank. Backward makes the logits again in chunks; unless
+    the sink defers, the same chunks give both gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: VocabParallelHead, targets: Tensor, weight: Tensor) -> Any:
+        full = all_gather(x, layer.axis, 1) if layer.sequence_parallel else x
+        if targets.shape != full.shape[:-1]:
+            raise ValueError(f"targets {tuple(targets.shape)} do not fit the head's input {tuple(full.shape)}")
+        rows, flat = full.reshape(-1, full.shape[-1]), targets.reshape(-1)
+        lse, hit, total = _merge(_shard_stats(layer, rows, flat, weight), layer.axis)
+        counts = flat != layer.ignore_index
+        loss = kernels.token_loss(
+            lse, hit, total, counts,
+            num_classes=layer.vocab_size, label_smoothing=layer.label_smoothing, z_loss=layer.z_loss,
+        )  # fmt: skip
+        count = counts.sum()
+        ctx.layer, ctx.shape = layer, full.shape
+        ctx.save_for_backward(rows, flat, lse, counts, weight)
+        ctx.mark_non_differentiable(count)
+        return loss.sum(), count
+
+    @staticmethod
+    def backward(ctx: Any, dsum: Tensor, _: Tensor) -> tuple[Tensor | None, None, None, None]:
+        rows, flat, lse, counts, weight = ctx.saved_tensors
+        layer, sink = ctx.layer, ctx.layer.weight_grads
+        need_dx, need_dweight = ctx.needs_input_grad[0], ctx.needs_input_grad[3]
+        grad = partial(_shard_grad, layer, rows, flat, weight, lse, dsum * counts)
+        together = need_dweight and not sink.deferring
+        dx = grad(need_dx, together) if need_dx or together else None
+        reducing = None
+        if dx is not None:
+            dx = dx.view(ctx.shape)
+            if layer.sequence_parallel:
+                reducing = reduce_scatter(dx, layer.axis, 1, async_op=True)
+            else:
+                reducing = all_reduce(dx, layer.axis, async_op=True)
+        if need_dweight:
+            sink.add(sink.microbatch, partial(notify, layer.weight) if together else partial(_later, layer, grad))
+        return (None if reducing is None else reducing.wait()), None, None, None
+
+
+def _shard_stats(layer: VocabParallelHead, rows: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+    """[4, N] of this shard's valid rows: max, sum of exp relative to it, target's logit or 0, sum of logits."""
+    if layer.num_valid:
+        valid = weight[: layer.num_valid]
+        with below_autograd():
+            return kernels.linear_cross_entropy_stats(
+                rows, valid, targets, vocab_start=layer.vocab_start, softcap=layer.softcap
+            )
+    stats = rows.new_zeros(4, rows.shape[0], dtype=torch.promote_types(rows.dtype, torch.float32))
+    stats[0] = float("-inf")
+    return stats
+
+
+def _merge(stats: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-sum-exp, target's logit, sum of logits) per token over all shards: equal bits on every rank."""
+    shards = all_gather(stats, axis).view(axis.size, 4, -1)
+    top = shards[:, 0].amax(0)
+    sum_exp = (shards[:, 1] * torch.exp(shards[:, 0] - top)).sum(0)
+    hit, total = shards[:, 2:].sum(0).unbind(0)
+    return top + sum_exp.log(), hit, total
+
+
+def _shard_grad(
+    layer: VocabParallelHead, rows: Tensor, targets: Tensor, weight: Tensor, lse: Tensor, dloss: Tensor,
+    need_dx: bool, need_dweight: bool,
+) -> Tensor | None:  # fmt: skip
+    """Returns this shard's part of dx [N, D]; adds its weight gradient to where it lives. Does not notify."""
+    if not layer.num_valid:
+        return torch.zeros_like(rows) if need_dx else None
+    out = grad_home(layer.weight)[: layer.num_valid] if need_dweight else None
+    with below_autograd():
+        dx, _ = kernels.linear_cross_entropy_grad(
+            rows, weight[: layer.num_valid], targets, lse, dloss,
+            num_classes=layer.vocab_size, label_smoothing=layer.label_smoothing, z_loss=layer.z_loss,
+            softcap=layer.softcap, vocab_start=layer.vocab_start, out=out, need_dx=need_dx, need_dweight=need_dweight,
+        )  # fmt: skip
+    return dx
+
+
+def _later(layer: VocabParallelHead, grad: Any) -> None:
+    """The deferred weight gradient: makes the logits once more instead of keeping a [V, D] matrix per micro-batch."""
+    grad(False, True)
+    notify(layer.weight)
