@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
+from plait.model import LlamaStage, full_parameters
 from plait.model_config import ModelConfig, RopeScaling, parameter_shapes
+from plait.parallel.mesh import Mesh
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -160,6 +162,29 @@ def load_weights(folder: Path, named_parameters: Iterable[tuple[str, torch.nn.Pa
                     target[index - placement.offset[0]].copy_(part)
             count += 1
         return count
+
+
+def save_weights(
+    folder: Path,
+    stages: Mapping[int, LlamaStage],
+    mesh: Mesh,
+    *,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Writes the model to `folder`, from rank 0; every rank must call it. `dtype`: default the model's.
+
+    One full tensor at a time is gathered, and rank 0 holds one file's tensors until it is complete.
+    """
+    some = next(iter(stages.values()))
+    writer = None
+    if mesh.rank == 0:
+        writer = WeightWriter(folder, some.config, dtype or some.options.dtype, max_file_bytes)
+    for name, full in full_parameters(stages, mesh):
+        if writer is not None:
+            writer.add(name, full)
+    if writer is not None:
+        writer.close()
 
 
 class _Reader:
