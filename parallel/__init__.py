@@ -23,16 +23,14 @@ _HOME = {
     "GradSink": "gradients",
     "ColumnParallelLinear": "layers",
     "RowParallelLinear": "layers",
-    "VocabParallelEmbedding": "layers",
-    "VocabParallelHead": "layers",
+    "VocabParallelEmbedding": "vocab",
+    "VocabParallelHead": "vocab",
     "RMSNorm": "layers",
     "Dropout": "layers",
-    "recompute": "recompute",
     "Pipeline": "pipeline",
     "StepResult": "pipeline",
     "TensorSpec": "pipeline",
 }
-__all__ = [*sorted(_HOME), "schedules"]
 
 
 def __getattr__(name: str) -> Any:
@@ -44,4 +42,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted([*_HOME, "schedules"])

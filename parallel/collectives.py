@@ -29,6 +29,20 @@ from plait.parallel.direct import (
 )
 from plait.parallel.mesh import Axis
 
+__all__ = [
+    "Handle",
+    "all_gather",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "copy_to",
+    "gather_seq",
+    "reduce_from",
+    "reduce_scatter",
+    "reduce_scatter_seq",
+    "split_seq",
+]
+
 # torch 2.13 renames both and warns about the old names; 2.11 has only those.
 _scatter_on_device: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _gather_on_device: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

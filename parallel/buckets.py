@@ -1,0 +1,184 @@
+"""Flat buckets: parameters and main gradients side by side in memory, reduced as one message.
+
+Not here: when a bucket may start (data.py) and its update (sharded_adamw.py). The one idea: a bucket owns two flat
+buffers of one layout, `params` in the model's dtype and `grads` in fp32 (fp64 for fp64), and each parameter becomes a
+view of the first. So a reduction, a norm and an update each see a few long tensors instead of many short ones.
+
+Every slot begins at a multiple of ALIGN elements and the whole is a multiple of ALIGN times the size of dp, so that
+all shards are equal; the gaps are zero and stay zero under AdamW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+
+from plait.parallel.collectives import Handle, all_reduce, reduce_scatter
+from plait.parallel.mesh import Axis
+from plait.parallel.placement import Placement
+
+ALIGN = 64  # elements: 128 bytes at 16 bits, the alignment that vector loads and TMA ask for
+
+
+@dataclass(eq=False)
+class Slot:
+    """A parameter and its place in a bucket."""
+
+    name: str
+    param: nn.Parameter
+    placement: Placement
+    stages: tuple[int, ...]  # local stages that use it
+    decay: bool
+    counted: bool  # this rank counts it in the norm of the grid; its replicas and tied copies do not
+    tied: bool = False  # a copy of a weight that another stage holds too
+    offset: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements held here, padding of the vocabulary included."""
+        return self.param.numel()
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Slots that are reduced together. `steps` are the axes to sum over before dp; with any, the bucket is late."""
+
+    slots: list[Slot]
+    axis: Axis  # dp
+    zero: int
+    steps: tuple[Axis, ...] = ()
+    late: bool = False
+    params: Tensor = field(init=False)
+    grads: Tensor = field(init=False)
+    arrived: set[Slot] = field(default_factory=set, init=False)
+    todo: list[Axis] = field(default_factory=list, init=False)
+    started: bool = field(default=False, init=False)
+    handle: Handle | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        """Sorts the slots into few runs, allocates, and moves the parameters into the flat buffer."""
+        self.slots.sort(key=lambda slot: (not slot.decay, not slot.counted))  # stable
+        end = 0
+        for slot in self.slots:
+            slot.offset = end
+            end += round_up(slot.numel, ALIGN)
+        numel = round_up(max(end, ALIGN), ALIGN * self.axis.size)
+        first = self.slots[0].param
+        self.params = torch.zeros(numel, dtype=first.dtype, device=first.device)
+        self.grads = torch.zeros(numel, dtype=main_dtype(first.dtype), device=first.device)
+        for slot in self.slots:
+            view = self.view(self.params, slot)
+            view.copy_(slot.param.detach())
+            slot.param.data = view
+            slot.param.grad = None
+            slot.param.main_grad = self.view(self.grads, slot)  # type: ignore[attr-defined]
+
+    def view(self, flat: Tensor, slot: Slot) -> Tensor:
+        """Returns the slot's part of a flat tensor of this layout, in the parameter's shape."""
+        return flat[slot.offset : slot.offset + slot.numel].view(slot.param.shape)
+
+    @property
+    def tied(self) -> bool:
+        """True when it holds a tied weight; such a bucket holds nothing else."""
+        return self.slots[0].tied
+
+    @property
+    def numel(self) -> int:
+        """Elements of the flat buffers."""
+        return self.grads.numel()
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        """The range of the flat buffers that is this dp coord's to own (ZeRO-1) and to count (always)."""
+        size = self.numel // self.axis.size
+        return self.axis.coord * size, (self.axis.coord + 1) * size
+
+    @property
+    def owned(self) -> tuple[int, int]:
+        """The range that this rank updates: its shard with ZeRO-1, else everything."""
+        return self.shard if self.zero else (0, self.numel)
+
+    def runs(self, key: Callable[[Slot], Hashable]) -> Iterator[tuple[Hashable, int, int]]:
+        """Yields (key, start, stop) for each run of neighbouring slots with one key; the runs cover the bucket."""
+        groups = [(value, next(iter(slots)).offset) for value, slots in groupby(self.slots, key)]
+        stops = [*(start for _, start in groups[1:]), self.numel]
+        for (value, start), stop in zip(groups, stops, strict=True):
+            yield value, start, stop
+
+    # ---- one step ----
+
+    def reset(self) -> None:
+        """Forgets the gradients and the progress of a step. No reduction may be under way."""
+        self.grads.zero_()
+        self.arrived.clear()
+        self.todo = []
+        self.started = False
+        self.handle = None
+
+    def start_reduce(self) -> None:
+        """Starts the first sum; `advance` starts the others."""
+        self.started = True
+        self.todo = [*self.steps, self.axis]
+        self._start_next()
+
+    def advance(self) -> bool:
+        """Waits for the sum under way and starts the next one; False when there was nothing left to wait for."""
+        if self.handle is None:
+            return False
+        self.handle.wait()
+        self.handle = None
+        if self.todo:
+            self._start_next()
+        return True
+
+    def _start_next(self) -> None:
+        axis = self.todo.pop(0)
+        if self.zero and not self.todo:
+            start, stop = self.shard
+            self.handle = reduce_scatter(self.grads, axis, out=self.grads[start:stop], async_op=True)
+        else:
+            self.handle = all_reduce(self.grads, axis, async_op=True)
+
+
+def round_up(number: int, unit: int) -> int:
+    """Returns the smallest multiple of `unit` that is at least `number`."""
+    return -(-number // unit) * unit
+
+
+def main_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of main gradients, master weights and moments: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def overlap(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int] | None:
+    """Returns the common part of two ranges, None when it is empty."""
+    start, stop = max(a[0], b[0]), min(a[1], b[1])
+    return (start, stop) if start < stop else None
+
+
+def fill(slots: Iterable[Slot], bucket_bytes: int) -> list[list[Slot]]:
+    """Cuts slots, in the order in which backward finishes them, into lists of at most `bucket_bytes` of gradients.
+
+    A larger parameter gets a list of its own. Slots of different dtype or device never share one.
+    """
+    open_lists: dict[Hashable, tuple[list[Slot], int]] = {}
+    result: list[list[Slot]] = []
+    for slot in slots:
+        kind = (slot.param.dtype, slot.param.device)
+        size = slot.numel * main_dtype(slot.param.dtype).itemsize
+        members, used = open_lists.get(kind, ([], 0))
+        if not members or used + size > bucket_bytes:
+            members, used = [], 0
+            result.append(members)
+        members.append(slot)
+        open_lists[kind] = (members, used + size)
+    return result
+
+
+def layout_of(buckets: Sequence[Bucket]) -> str:
+    """Returns what dp ranks must agree on, as text: names, offsets, sizes and dtypes in order."""
+    return repr([[(s.name, s.offset, s.numel, str(s.param.dtype), s.decay) for s in b.slots] for b in buckets])

@@ -1,0 +1,311 @@
+"""Data parallelism: gradients summed over dp while the last micro-batch's backward still runs.
+
+Not here: when micro-batches run (pipeline.py), and the update (sharded_adamw.py). The one idea: the gradient of a
+parameter is complete after three sums, always in this order: over the two copies of a tied weight (`tie`), over the
+replicas of a partial gradient (`Placement.sum_axes`), over dp. A bucket of plain parameters needs only the last one
+and starts it by itself, as soon as its last gradient has arrived in the last micro-batch (`open`) and all buckets
+before it have started, so that all dp ranks start the same messages in the same order. Tied and partial ones wait for
+`tie` and `reduce`. The sum is a sum: the loss is already divided by the tokens of the global batch.
+
+    dp.zero_grad(); ...; dp.open(s) before the last backward of stage s; dp.tie(s); dp.reduce(s); dp.finish(); step
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from plait.kernels import l2_norm_squared
+from plait.parallel.buckets import Bucket, Slot, fill, layout_of, overlap
+from plait.parallel.collectives import all_gather, all_reduce
+from plait.parallel.mesh import Mesh
+from plait.parallel.placement import Placement, placement_of
+from plait.parallel.sharded_adamw import ShardedAdamW
+
+__all__ = ["DataParallel", "Shard", "ShardedAdamW", "clip_scale", "decays"]
+
+
+def decays(name: str, param: Tensor) -> bool:
+    """The default rule of weight decay: `param.decay` where set, else matrices decay, vectors and scalars do not."""
+    return bool(getattr(param, "decay", param.dim() >= 2))
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of a parameter that this rank owns: `flat` is its range within the flat logical box of `placement`.
+
+    `start`, `stop` is the same range in the flat buffers of `bucket`. `replica` = (index, count) over all ranks that
+    own the same part. `primary` is False for the copy of a tied weight that is not the first one.
+    """
+
+    name: str
+    stage: int
+    placement: Placement
+    flat: tuple[int, int]
+    replica: tuple[int, int]
+    primary: bool
+    bucket: Bucket
+    start: int
+    stop: int
+
+
+class DataParallel:
+    """The flat buckets of this rank's stages, and the reduction of their gradients.
+
+    Construction moves every parameter that requires a gradient into a bucket; `param.data` is a view from then on.
+    `tied` maps a stage to this rank's copy of the tied weight and `tied_ranks` are the two global ranks that hold one
+    (default: first and last of the pp axis). Collective over dp, the replicas and the tied pair.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        mesh: Mesh,
+        *,
+        zero: int = 0,
+        bucket_bytes: int = 16 << 20,
+        tied: Mapping[int, nn.Parameter] | None = None,
+        tied_ranks: tuple[int, ...] | None = None,
+        decay: Callable[[str, Tensor], bool] = decays,
+    ) -> None:
+        if zero not in (0, 1):
+            raise ValueError(f"zero={zero} must be 0 (full gradients) or 1 (sharded optimizer)")
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes={bucket_bytes} must be at least 1")
+        self.mesh, self.zero = mesh, zero
+        self.axis = mesh.axis(*([name for name in ("dp", "cp") if name in mesh.sizes] or ["dp"]))
+        self._tied_ranks = self._check_tied(tied or {}, tied_ranks)
+        slots = self._slots(stages, tied or {}, decay)
+        self.buckets = self._build(slots, bucket_bytes)
+        self._check_layout()
+        self._stages = tuple(stages)
+        self._early = {s: [b for b in self.buckets if not b.late and b.slots[0].stages == (s,)] for s in stages}
+        self._opened: set[int] = set()
+        self._reduced: set[int] = set()
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                slot.param.on_grad = partial(self._arrived, bucket, slot)  # type: ignore[attr-defined]
+                slot.param.register_post_accumulate_grad_hook(_take_grad)
+
+    # ---- construction ----
+
+    def _check_tied(self, tied: Mapping[int, nn.Parameter], ranks: tuple[int, ...] | None) -> tuple[int, ...]:
+        if not tied:
+            return ()
+        pp = self.mesh.axis("pp")
+        ranks = tuple(sorted(set(ranks or (pp.ranks[0], pp.ranks[-1]))))
+        if len({id(param) for param in tied.values()}) > 1:
+            raise ValueError(
+                "tied: this rank holds two copies of the tied weight; let its stages share one Parameter"
+            )
+        if self.mesh.rank not in ranks:
+            raise ValueError(f"tied: rank {self.mesh.rank} holds a copy, but tied_ranks={ranks} do not name it")
+        return ranks if len(ranks) > 1 else ()
+
+    def _slots(
+        self, stages: Mapping[int, nn.Module], tied: Mapping[int, nn.Parameter], decay: Callable[[str, Tensor], bool]
+    ) -> list[Slot]:
+        """Makes one slot per parameter, however many modules and stages share it."""
+        slots: dict[int, Slot] = {}
+        ties = {id(param) for param in tied.values()} if self._tied_ranks else set()
+        for stage, module in stages.items():
+            for name, param in module.named_parameters():
+                if not param.requires_grad:
+                    continue
+                if id(param) in slots:
+                    slot = slots[id(param)]
+                    slot.stages = (*slot.stages, stage)
+                    continue
+                placement, is_tied = placement_of(param), id(param) in ties
+                alone = not placement.replica_ranks or placement.replica_ranks[0] == self.mesh.rank
+                counted = alone and not (is_tied and self._tied_ranks[0] != self.mesh.rank)
+                slots[id(param)] = Slot(
+                    name, param, placement, (stage,), decay(name, param), counted, tied=is_tied
+                )  # fmt: skip
+        missing = ties - set(slots)
+        if missing:
+            raise ValueError("tied: a tied weight is not a trainable parameter of the local stages")
+        return list(slots.values())
+
+    def _build(self, slots: Sequence[Slot], bucket_bytes: int) -> list[Bucket]:
+        """Groups the slots by what they wait for, and cuts each group into buckets in backward order."""
+        groups: dict[tuple, list[Slot]] = {}
+        for slot in reversed(slots):
+            partial_ranks = slot.placement.replica_ranks if slot.placement.sum_axes else ()
+            late = slot.tied or bool(partial_ranks) or len(slot.stages) > 1
+            groups.setdefault((late, slot.stages, slot.tied, partial_ranks), []).append(slot)
+        buckets = []
+        for (late, _, is_tied, ranks), members in sorted(groups.items(), key=lambda group: group[0][:3]):
+            steps = [self.mesh.line("tied", self._tied_ranks)] if is_tied else []
+            steps += [self.mesh.line("replicas", ranks)] if len(ranks) > 1 else []
+            for some in fill(members, bucket_bytes):
+                buckets.append(Bucket(some, self.axis, self.zero, tuple(steps), late))
+        return buckets
+
+    def _check_layout(self) -> None:
+        mine = zlib.crc32(layout_of(self.buckets).encode())
+        sums = all_gather(torch.tensor([mine], device=self.mesh.device), self.axis).tolist()
+        if len(set(sums)) > 1:
+            raise ValueError(f"dp ranks {self.axis.ranks} hold different parameters (layout checksums {sums})")
+
+    # ---- one step ----
+
+    def zero_grad(self) -> None:
+        """Begins a step: all accumulated gradients are zero. RuntimeError while reductions are under way."""
+        if any(bucket.handle is not None for bucket in self.buckets):
+            raise RuntimeError("zero_grad while gradients are being reduced: finish() the step or drop() it")
+        for bucket in self.buckets:
+            bucket.reset()
+        self._opened.clear()
+        self._reduced.clear()
+
+    def drop(self) -> None:
+        """Gives a step up: ends what is under way, also when peers are gone, and zeroes what was accumulated."""
+        for bucket in self.buckets:
+            if bucket.handle is not None:
+                try:
+                    bucket.handle.wait()
+                except RuntimeError as error:
+                    logging.getLogger(__name__).warning("dropped a reduction that failed: %s", error)
+                bucket.handle = None
+        self.zero_grad()
+
+    def open(self, stage: int) -> None:
+        """The last backward of the stage begins: from now on its buckets start as they fill."""
+        self._check_stage(stage)
+        self._opened.add(stage)
+
+    def tie(self, stage: int) -> None:
+        """TIE_GRAD: starts the sum over the two copies of the tied weight, if the stage holds one."""
+        self._check_stage(stage)
+        for bucket in self.buckets:
+            if bucket.tied and stage in bucket.slots[0].stages and not bucket.started:
+                bucket.start_reduce()
+
+    def reduce(self, stage: int) -> None:
+        """REDUCE_GRAD: the stage's gradients are complete; starts what has not started by itself, in order."""
+        self._check_stage(stage)
+        self._reduced.add(stage)
+        for bucket in self._early[stage]:
+            if not bucket.started:
+                bucket.start_reduce()
+        for bucket in self.buckets:
+            stages = bucket.slots[0].stages
+            if bucket.late and stage in stages and self._reduced.issuperset(stages):
+                if bucket.tied and not bucket.started:
+                    raise RuntimeError(f"reduce({stage}) before tie({stage}): the copies of the tied weight differ")
+                if not bucket.started:
+                    bucket.start_reduce()
+
+    def finish(self) -> None:
+        """Waits until every gradient is complete. RuntimeError names a peer that did not answer."""
+        missing = [stage for stage in self._stages if stage not in self._reduced]
+        if missing:
+            raise RuntimeError(f"finish() before reduce() of stages {missing}")
+        # Rounds over all buckets, so that each round's messages travel together; in one order on all ranks.
+        while any([bucket.advance() for bucket in self.buckets]):
+            pass
+
+    def _arrived(self, bucket: Bucket, slot: Slot, param: Tensor) -> None:
+        """Gradient-ready hook: counts the bucket down, and starts it and those that waited for it."""
+        if bucket.started or slot in bucket.arrived:
+            raise RuntimeError(
+                f"a gradient of {slot.name} arrived after its bucket was complete: call zero_grad() before a step, "
+                "and add_use(param) for each further layer that uses a weight"
+            )
+        stage = slot.stages[0]
+        if bucket.late or stage not in self._opened:
+            return
+        bucket.arrived.add(slot)
+        if len(bucket.arrived) < len(bucket.slots):
+            return
+        for other in self._early[stage]:
+            if not other.started:
+                if len(other.arrived) < len(other.slots):
+                    return
+                other.start_reduce()
+
+    def _check_stage(self, stage: int) -> None:
+        if stage not in self._early:
+            raise ValueError(f"stage={stage} is not on this rank; it holds {list(self._stages)}")
+
+    # ---- norm and shards ----
+
+    @torch.no_grad()
+    def norm_power(self, p: float = 2.0) -> Tensor:
+        """This rank's part of sum |g|^p over the grid (max |g| for inf), fp64, 0-dim; after `finish`.
+
+        Each element is counted by one rank of the grid, the same one whatever the ZeRO stage.
+        """
+        if p not in (1.0, 2.0, float("inf")):
+            raise ValueError(f"p={p} must be 1, 2 or inf")
+        parts = []
+        for bucket in self.buckets:
+            for counted, start, stop in bucket.runs(lambda slot: slot.counted):
+                common = overlap((start, stop), bucket.shard)
+                if counted and common:
+                    parts.append(bucket.grads[common[0] : common[1]])
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        for dtype in (torch.float32, torch.float64):
+            some = [part for part in parts if part.dtype == dtype]
+            if some and p == 2.0:
+                total += l2_norm_squared(some)
+            elif some:
+                norms = torch.stack(torch._foreach_norm(some, p))
+                total = total + norms.sum() if p == 1.0 else torch.maximum(total, norms.max().double())
+        return total
+
+    def norm_squared(self) -> Tensor:
+        """This rank's part of the squared norm, fp64, 0-dim: the sum over the world is the squared norm."""
+        return self.norm_power(2.0)
+
+    def grad_norm(self, p: float = 2.0) -> Tensor:
+        """The norm of all gradients of the grid, fp64, 0-dim, the same on every rank; collective over the world."""
+        world = self.mesh.axis(*self.mesh.grid.names)
+        total = all_reduce(self.norm_power(p), world, "max" if p == float("inf") else "sum")
+        return total.sqrt() if p == 2.0 else total
+
+    def shards(self) -> Iterator[Shard]:
+        """Yields the owned part of every parameter, without padding; parts that are empty are left out."""
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                logical = (slot.offset, slot.offset + slot.placement.numel)
+                common = overlap(logical, bucket.owned)
+                if common is None:
+                    continue
+                ranks = slot.placement.replica_ranks
+                index, count = (ranks.index(self.mesh.rank), len(ranks)) if ranks else (0, 1)
+                if not self.zero:
+                    index, count = self.axis.coord * count + index, self.axis.size * count
+                yield Shard(
+                    name=slot.name,
+                    stage=slot.stages[0],
+                    placement=slot.placement,
+                    flat=(common[0] - slot.offset, common[1] - slot.offset),
+                    replica=(index, count),
+                    primary=not slot.tied or self._tied_ranks[0] == self.mesh.rank,
+                    bucket=bucket,
+                    start=common[0],
+                    stop=common[1],
+                )
+
+
+def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
+    """Returns the factor, 0-dim, that brings gradients of this norm down to `max_norm`; 1 below it."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def _take_grad(param: nn.Parameter) -> None:
+    """Moves a gradient that autograd itself accumulated into the bucket, which owns it from then on."""
+    if param.grad is None:
+        return
+    with torch.no_grad():
+        param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
+    param.grad = None
+    param.on_grad(param)  # type: ignore[attr-defined]
