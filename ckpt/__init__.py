@@ -1,1 +1,31 @@
-"""Part of plait."""
+"""Snapshots of full training state: saved without stopping the loop, committed by one rename, restored onto any grid.
+
+    from plait.ckpt import Sharded, Snapshots
+
+    with Snapshots("runs/a", keep_last=3) as snapshots:
+        snapshots.save(step, {"model": model, "optimizer": optimizer, "step": step})    # returns once copied
+        snapshots.restore({"model": model, "optimizer": optimizer, "step": 0})          # newest good one
+
+Knows no model and no grid: a tensor is a box of a named full tensor (`Sharded`, or a DTensor), or is on all ranks.
+The format is in docs/format.md. Reading order: box, values, state, layout, manifest, tables, capture, commit, reader, restore, keep, snapshots.
+"""
+
+from plait.ckpt.errors import SnapshotDamaged, SnapshotError, SnapshotLocked, StateError
+from plait.ckpt.optimizer import optimizer_state
+from plait.ckpt.restore import Report, Restored
+from plait.ckpt.snapshots import Handle, Snapshots
+from plait.ckpt.state import PerRank, Sharded
+
+__all__ = [
+    "Handle",
+    "PerRank",
+    "Report",
+    "Restored",
+    "Sharded",
+    "SnapshotDamaged",
+    "SnapshotError",
+    "SnapshotLocked",
+    "Snapshots",
+    "StateError",
+    "optimizer_state",
+]

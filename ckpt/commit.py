@@ -1,0 +1,248 @@
+"""Writes one attempt and turns it into a snapshot: data, fragment, and on the coordinator manifest and rename.
+
+Not a scheduler: it runs in the thread of its Snapshots, from start to end. The one idea: ranks speak through files in
+the attempt folder only, and the snapshot exists from one rename on. The order is that of docs/format.md.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from plait import _C
+from plait.ckpt.capture import Captured, Capturer
+from plait.ckpt.errors import SnapshotDamaged, SnapshotError
+from plait.ckpt.folders import (
+    ABORT,
+    LATEST,
+    attempt_folder,
+    make_folder,
+    next_generation,
+    publish,
+    remove_folder,
+    step_folders,
+    step_name,
+)
+from plait.ckpt.lock import RootLock
+from plait.ckpt.manifest import (
+    FORMATS,
+    MANIFEST,
+    MAX_JSON_BYTES,
+    OBJECTS,
+    DataFile,
+    FileEntry,
+    Fragment,
+    Manifest,
+    Objects,
+    data_name,
+    fragment_name,
+    from_bytes,
+    sha256,
+    to_bytes,
+)
+from plait.ckpt.tables import build_table, check_covered, merge_objects
+
+BLOCK_BYTES = 4 << 20  # one CRC32C each; what a reader must take as a whole
+_POLL_S = (0.002, 0.1)  # first and longest pause between two looks at the folder
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Writer:
+    """How and as whom this rank writes. `stop` ends all waiting; `timeout_s` bounds it."""
+
+    io: _C.Io
+    root: Path
+    rank: int
+    world_size: int
+    threads: int
+    rate_limit: int
+    direct: bool
+    timeout_s: float
+    stop: threading.Event
+
+    def wait(self, look: Callable[[], T | None], late: Callable[[], str]) -> T:
+        """Looks until there is an answer. SnapshotError with `late()` at the time limit."""
+        deadline = time.monotonic() + self.timeout_s
+        pause = _POLL_S[0]
+        while True:
+            found = look()
+            if found is not None:
+                return found
+            if time.monotonic() >= deadline:
+                raise SnapshotError(late())
+            if self.stop.wait(pause):
+                raise SnapshotError(f"rank {self.rank} was closed while it waited; {late()}")
+            pause = min(2 * pause, _POLL_S[1])
+
+
+def write_part(writer: Writer, attempt: str, step: int, captured: Captured, capturer: Capturer) -> Fragment:
+    """Writes and publishes this rank's data file and fragment. OSError names operation and path."""
+    folder = attempt_folder(writer.root, attempt)
+    make_folder(writer.io, folder)
+    file = None
+    if captured.layout.pieces:
+        file = _write_data(writer, folder / data_name(writer.rank), captured, capturer)
+    fragment = Fragment(
+        format=FORMATS[Fragment],
+        step=step,
+        attempt=attempt,
+        rank=writer.rank,
+        world_size=writer.world_size,
+        file=file,
+        pieces=capturer.describe(captured),
+        aliases=captured.aliases,
+        objects=captured.objects,
+        per_rank=captured.per_rank,
+    )
+    publish(writer.io, folder / fragment_name(writer.rank), to_bytes(fragment))
+    return fragment
+
+
+def _write_data(writer: Writer, path: Path, captured: Captured, capturer: Capturer) -> DataFile:
+    layout = captured.layout
+    file_bytes = len(layout.header) + layout.data_bytes
+    free = _C.free_bytes(writer.io, path.parent)
+    if free < file_bytes:
+        raise OSError(28, f"write: {file_bytes} bytes are needed, {free} are free", str(path))
+    result = _C.write_file(
+        writer.io,
+        path,
+        layout.header,
+        capturer.pieces_in_memory(captured),
+        file_bytes,
+        block_bytes=BLOCK_BYTES,
+        threads=writer.threads,
+        rate_limit=writer.rate_limit,
+        direct=writer.direct,
+        background=True,
+    )
+    return DataFile(path.name, file_bytes, BLOCK_BYTES, tuple(result.crcs))
+
+
+def post_error(writer: Writer, attempt: str, text: str) -> None:
+    """Tells the coordinator that this rank failed. The folder may be gone already."""
+    folder = attempt_folder(writer.root, attempt)
+    make_folder(writer.io, folder)
+    publish(writer.io, folder / f"r{writer.rank:05d}.error", text.encode())
+
+
+def coordinate(writer: Writer, attempt: str, step: int, lock: RootLock, run: str, grid: Mapping[str, int]) -> Path:
+    """Waits for all fragments, checks them together and commits. Returns the step folder."""
+    folder = attempt_folder(writer.root, attempt)
+    fragments, entries = _collect(writer, folder, attempt, step)
+    table = build_table(fragments, f"attempt {attempt}")
+    check_covered(table, f"attempt {attempt}")
+    objects = to_bytes(Objects(FORMATS[Objects], merge_objects(fragments)))
+    lock.check()
+    _C.write_small(writer.io, folder / OBJECTS, objects)
+    entries.append(FileEntry(OBJECTS, len(objects), sha256(objects)))
+    manifest = Manifest(
+        format=FORMATS[Manifest],
+        step=step,
+        attempt=attempt,
+        run=run,
+        epoch=lock.epoch,
+        world_size=writer.world_size,
+        grid=dict(grid),
+        commit="rename",
+        files=tuple(sorted(entries, key=lambda entry: entry.name)),
+        aliases=table.aliases,
+        num_tensors=len(table.tensors),
+        num_bytes=sum(entry.num_bytes for entry in table.tensors.values()),
+    )
+    publish(writer.io, folder / MANIFEST, to_bytes(manifest))
+    final = writer.root / step_name(step, next_generation(writer.root, step))
+    lock.check()
+    _C.rename(writer.io, folder, final)
+    _C.fsync_dir(writer.io, writer.root)
+    return final
+
+
+def publish_latest(writer: Writer, folder: Path) -> None:
+    """Moves the hint. The snapshot is durable already."""
+    publish(writer.io, writer.root / LATEST, f"{folder.name}\n".encode())
+
+
+def _collect(writer: Writer, folder: Path, attempt: str, step: int) -> tuple[list[Fragment], list[FileEntry]]:
+    """Waits for the fragments of all ranks; checks each against this attempt and its data file's size."""
+
+    def look() -> bool | None:
+        names = set(os.listdir(folder))
+        failed = sorted(n for n in names if n.startswith("r") and n.endswith(".error"))
+        if failed:
+            text = _C.read_small(writer.io, folder / failed[0], MAX_JSON_BYTES).decode(errors="replace")
+            raise SnapshotError(f"rank {int(failed[0][1:-6])} could not write its part of step {step}: {text}")
+        return True if len(missing(names)) == 0 else None
+
+    def missing(names: set[str]) -> list[int]:
+        return [rank for rank in range(writer.world_size) if fragment_name(rank) not in names]
+
+    def late() -> str:
+        ranks = missing(set(os.listdir(folder)))
+        return f"ranks {ranks} did not finish their part of step {step} within {writer.timeout_s:g} s ('{folder}')"
+
+    writer.wait(look, late)
+    fragments, entries = [], []
+    for rank in range(writer.world_size):
+        path = folder / fragment_name(rank)
+        data = _C.read_small(writer.io, path, MAX_JSON_BYTES)
+        fragment = from_bytes(Fragment, data, f"'{path}'")
+        said = (fragment.rank, fragment.attempt, fragment.step, fragment.world_size)
+        if said != (rank, attempt, step, writer.world_size):
+            raise SnapshotDamaged(f"'{path}' is of (rank, attempt, step, world) {said}, not of this attempt")
+        fragments.append(fragment)
+        entries.append(FileEntry(path.name, len(data), sha256(data)))
+        if fragment.file is not None:
+            size = os.stat(folder / data_name(rank)).st_size
+            if fragment.file.name != data_name(rank) or size != fragment.file.bytes:
+                raise SnapshotDamaged(f"'{folder / data_name(rank)}' has {size} bytes, its fragment says otherwise")
+            entries.append(FileEntry(fragment.file.name, size, fragment.file.digest))
+    return fragments, entries
+
+
+def abort(writer: Writer, attempt: str, text: str) -> None:
+    """Coordinator: ends an attempt, tells the other ranks why, and gives the space back."""
+    folder = attempt_folder(writer.root, attempt)
+    if not folder.is_dir():
+        return
+    if writer.world_size == 1:
+        remove_folder(writer.io, folder)
+        return
+    for name in sorted(os.listdir(folder)):
+        if name.endswith(".safetensors"):
+            _C.unlink(writer.io, folder / name)
+    publish(writer.io, folder / ABORT, text.encode())
+
+
+def await_commit(writer: Writer, attempt: str, step: int) -> Path:
+    """Other ranks: waits until the coordinator committed or gave up. SnapshotError with its text."""
+    folder = attempt_folder(writer.root, attempt)
+
+    def look() -> Path | None:
+        if (folder / ABORT).is_file():
+            text = _C.read_small(writer.io, folder / ABORT, MAX_JSON_BYTES).decode(errors="replace")
+            raise SnapshotError(text)
+        if folder.is_dir():
+            return None
+        for found in step_folders(writer.root):
+            if found.step == step and read_attempt(writer.io, found.path) == attempt:
+                return found.path
+        raise SnapshotError(f"attempt {attempt} of step {step} was abandoned: '{folder}' is gone")
+
+    return writer.wait(look, lambda: f"rank 0 did not commit step {step} within {writer.timeout_s:g} s ('{folder}')")
+
+
+def read_attempt(io: _C.Io, folder: Path) -> str | None:
+    """Returns the attempt of a step folder's manifest; None when it has no good one."""
+    try:
+        path = folder / MANIFEST
+        return from_bytes(Manifest, _C.read_small(io, path, MAX_JSON_BYTES), f"'{path}'").attempt
+    except (SnapshotDamaged, FileNotFoundError):
+        return None

@@ -1,0 +1,22 @@
+"""What can go wrong with a snapshot, as types: a caller decides by type, a person reads the text.
+
+Errors of the machine (disk full, no permission) stay OSError with errno and path; these are all the others.
+"""
+
+from __future__ import annotations
+
+
+class SnapshotError(RuntimeError):
+    """A snapshot cannot be written, found or read; the text names folder, file, tensor and reason."""
+
+
+class SnapshotLocked(SnapshotError):
+    """Another job writes to this folder; the text names its host and process."""
+
+
+class SnapshotDamaged(SnapshotError):
+    """A file of a snapshot is missing, truncated or has other bytes than its manifest says."""
+
+
+class StateError(SnapshotError, ValueError):
+    """The caller's state cannot be stored, or does not fit the snapshot; the text names the path in the state."""

@@ -1,0 +1,128 @@
+"""Names under a snapshot root, and what may be removed there.
+
+Not the content of any file. The one idea: every name follows one grammar (docs/format.md), and nothing that does not
+match it is ever touched; what is removed is renamed to `.trash-` first, so that a step folder is whole or has no step name.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from plait import _C
+from plait.ckpt.manifest import MANIFEST
+
+LATEST = "LATEST"
+ABORT = "abort.error"
+PART = ".part"  # a small file that is not complete yet
+_STEP = re.compile(r"step-(\d{9,})(?:-(\d+))?")
+_ATTEMPT = re.compile(r"\.tmp-(?:\d+|restore)-([0-9a-f]{16})-\d+")
+_TRASH = re.compile(r"\.trash-[0-9a-f]{16}-step-\d{9,}(?:-\d+)?")
+_INSIDE = re.compile(
+    r"(?:r\d{5,}\.(?:safetensors|json|ok|error)|MANIFEST\.json|objects\.json|abort\.error)(?:\.part)?"
+)
+
+
+class StepFolder(NamedTuple):
+    """A folder with the name of a snapshot; newest last when sorted. Whether it holds one, its manifest says."""
+
+    step: int
+    generation: int
+    path: Path
+
+
+def step_name(step: int, generation: int = 1) -> str:
+    """Returns the folder name of the generation-th snapshot of a step."""
+    return f"step-{step:09d}" + (f"-{generation}" if generation > 1 else "")
+
+
+def parse_step(path: Path) -> StepFolder | None:
+    """Returns what a folder's name says, or None when it is not the name of a snapshot."""
+    match = _STEP.fullmatch(path.name)
+    if match is None or step_name(int(match[1]), int(match[2] or 1)) != path.name:
+        return None
+    return StepFolder(int(match[1]), int(match[2] or 1), path)
+
+
+def attempt_folder(root: Path, attempt: str) -> Path:
+    """Returns where an attempt ("STEP-SESSION-SEQUENCE") is written."""
+    return root / f".tmp-{attempt}"
+
+
+def step_folders(root: Path) -> list[StepFolder]:
+    """Returns all folders named like snapshots, newest first; empty when there is no root."""
+    if not root.is_dir():
+        return []
+    found = [parse_step(root / name) for name in os.listdir(root)]
+    return sorted((f for f in found if f is not None and f.path.is_dir()), reverse=True)
+
+
+def next_generation(root: Path, step: int) -> int:
+    """Returns the first generation of a step whose name is free."""
+    return 1 + max((f.generation for f in step_folders(root) if f.step == step), default=0)
+
+
+def make_folder(io: _C.Io, path: Path) -> None:
+    """Makes a folder; another rank may have made it already."""
+    try:
+        _C.mkdir(io, path)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+
+
+def publish(io: _C.Io, path: Path, data: bytes) -> None:
+    """Makes a small file appear whole and durable under its name: write beside it, sync, rename, sync the folder."""
+    part = path.with_name(path.name + PART)
+    _C.write_small(io, part, data, exclusive=False)
+    _C.rename(io, part, path)
+    _C.fsync_dir(io, path.parent)
+
+
+def remove_folder(io: _C.Io, path: Path) -> None:
+    """Removes a folder of ours, its manifest first. Files with foreign names are left, and with them the folder."""
+    names = sorted((n for n in os.listdir(path) if _INSIDE.fullmatch(n)), key=lambda n: (n != MANIFEST, n))
+    for name in names:
+        _C.unlink(io, path / name)
+    try:
+        _C.rmdir(io, path)
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise
+
+
+def remove_step(io: _C.Io, folder: StepFolder, session: str) -> None:
+    """Removes a snapshot so that a crash at any point leaves it whole or without its name."""
+    root = folder.path.parent
+    trash = root / f".trash-{session}-{folder.path.name}"
+    _C.rename(io, folder.path, trash)
+    _C.fsync_dir(io, root)
+    remove_folder(io, trash)
+
+
+def leftovers(root: Path, session: str) -> list[Path]:
+    """Returns what dead attempts left: `.tmp-` of other sessions, all `.trash-`, unfinished small files."""
+    found = []
+    for name in sorted(os.listdir(root)):
+        attempt = _ATTEMPT.fullmatch(name)
+        if (
+            (attempt and attempt[1] != session)
+            or _TRASH.fullmatch(name)
+            or name in (LATEST + PART, "RUN.json" + PART)
+        ):
+            found.append(root / name)
+    return found
+
+
+def collect_garbage(io: _C.Io, root: Path, session: str) -> list[str]:
+    """Removes leftovers and returns their names. Only the owner of the LOCK may call it."""
+    found = leftovers(root, session)
+    for path in found:
+        if path.is_dir():
+            remove_folder(io, path)
+        else:
+            _C.unlink(io, path)
+    return [path.name for path in found]

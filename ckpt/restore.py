@@ -1,0 +1,263 @@
+"""Chooses a snapshot and brings a state back from it, onto any grid.
+
+Not the reading of bytes (reader.py). The one idea: names, shapes and dtypes are all checked before the first byte of a
+target changes; then the newest snapshot that every rank can read wins, and each one passed over is reported with its reason.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from plait import _C
+from plait.ckpt.agree import Agreement
+from plait.ckpt.capture import find_aliases
+from plait.ckpt.errors import SnapshotDamaged, SnapshotError, StateError
+from plait.ckpt.folders import StepFolder, step_folders
+from plait.ckpt.keep import reading
+from plait.ckpt.reader import SnapshotReader, Target, read_manifest
+from plait.ckpt.state import Flat, flatten, rebuild
+from plait.ckpt.tables import TensorEntry
+from plait.ckpt.values import decode
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a restore did. Names are those of the snapshot ("model/norm.weight").
+
+    missing: in the state only, allowed and left as they were. unexpected: in the snapshot only, allowed and not read.
+    per_rank_missing: PerRank values that the snapshot has not for this rank; left as they were. cast: tensors
+    converted to the state's dtype. skipped: newer snapshots passed over, with the reason.
+    """
+
+    folder: Path
+    saved_world_size: int
+    saved_grid: dict[str, int]
+    num_tensors: int
+    bytes_read: int
+    duration_s: float
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    per_rank_missing: tuple[str, ...]
+    cast: tuple[str, ...]
+    skipped: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Restored:
+    """step: of the snapshot. report: what was done. values: the state as given, with tensors filled in place and numbers,
+    strings and PerRank values as they were saved (objects have already taken theirs by `load_state_dict`)."""
+
+    step: int
+    report: Report
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the caller allows. Patterns are names with * and ?; cast: True, or patterns of tensors whose dtype may change."""
+
+    allow_missing: Sequence[str]
+    allow_unexpected: Sequence[str]
+    cast: bool | Sequence[str]
+
+
+@dataclass(frozen=True)
+class _Match:
+    """A state laid over a snapshot: what to read, and what the state alone has."""
+
+    targets: tuple[Target, ...]
+    results: dict[str, Any]
+    missing: tuple[str, ...]
+    per_rank_missing: tuple[str, ...]
+    cast: tuple[str, ...]
+
+
+def candidates(root: Path, step: int | None) -> list[StepFolder]:
+    """Returns the folders to try, newest first. SnapshotError when there is none."""
+    found = [folder for folder in step_folders(root) if step is None or folder.step == step]
+    if not found:
+        there = [folder.path.name for folder in step_folders(root)]
+        wanted = "no snapshot" if step is None else f"no snapshot of step {step}"
+        raise SnapshotError(f"'{root}' holds {wanted}" + (f"; there are {', '.join(there)}" if there else ""))
+    return found
+
+
+def newest_valid(io: _C.Io, root: Path) -> StepFolder | None:
+    """Returns the newest folder whose manifest verifies and whose files have their sizes, or None."""
+    for folder in step_folders(root):
+        try:
+            read_manifest(io, folder.path)
+        except SnapshotDamaged:
+            continue
+        return folder
+    return None
+
+
+def restore_state(
+    io: _C.Io,
+    root: Path,
+    rank: int,
+    agreement: Agreement,
+    state: dict[str, Any],
+    step: int | None,
+    wanted: Wanted,
+    threads: int,
+) -> Restored:
+    """Restores on this rank; all ranks call it together. See Snapshots.restore."""
+    began = time.monotonic()
+    flat = flatten(state, restoring=True)
+    skipped: list[tuple[str, str]] = []
+    for folder in candidates(root, step):
+        with ExitStack() as held:
+            opened = _open(io, folder, threads, flat, rank, wanted, held)
+            names = sorted(flat.tensors.keys() | flat.values.keys())
+            words = agreement.exchange([folder.path.name, opened.status, opened.text, names])
+            reason = _common_verdict(folder, words)
+            if reason is None:
+                assert opened.reader is not None and opened.match is not None
+                unexpected = _unexpected(opened.reader, words, wanted)
+                status, text = _read(opened.reader, opened.match)
+                reason = _common_verdict(folder, agreement.exchange([folder.path.name, status, text]))
+        if reason is not None:
+            skipped.append((folder.path.name, reason))
+            continue
+        reader, match = opened.reader, opened.match
+        assert reader is not None and match is not None
+        report = Report(
+            folder=folder.path,
+            saved_world_size=reader.manifest.world_size,
+            saved_grid=reader.manifest.grid,
+            num_tensors=len(match.targets),
+            bytes_read=reader.bytes_read,
+            duration_s=time.monotonic() - began,
+            missing=match.missing,
+            unexpected=unexpected,
+            per_rank_missing=match.per_rank_missing,
+            cast=match.cast,
+            skipped=tuple(skipped),
+        )
+        return Restored(folder.step, report, rebuild(flat.root, match.results))
+    reasons = "".join(f"\n  {name}: {reason}" for name, reason in skipped)
+    raise SnapshotError(f"no snapshot under '{root}' can be restored:{reasons}")
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """What this rank found in a candidate. status: ok, damaged, or mismatch (the state does not fit: no fallback)."""
+
+    status: str
+    text: str
+    reader: SnapshotReader | None = None
+    match: _Match | None = None
+
+
+def _open(
+    io: _C.Io, folder: StepFolder, threads: int, flat: Flat, rank: int, wanted: Wanted, held: ExitStack
+) -> _Opened:
+    """Opens a candidate, holds it against retention and lays the state over it. Reads no data."""
+    try:
+        held.enter_context(reading(folder.path))
+        reader = SnapshotReader(folder.path, io, threads)
+        return _Opened("ok", reader.manifest.attempt, reader, _match(flat, reader, rank, wanted))
+    except SnapshotDamaged as error:
+        return _Opened("damaged", str(error))
+    except FileNotFoundError:
+        return _Opened("damaged", f"'{folder.path}' has no MANIFEST.json: it was never finished, or was just removed")
+    except StateError as error:
+        return _Opened("mismatch", str(error))
+
+
+def _read(reader: SnapshotReader, match: _Match) -> tuple[str, str]:
+    try:
+        reader.read(match.targets)
+    except SnapshotDamaged as error:
+        return "damaged", str(error)
+    return "ok", reader.manifest.attempt
+
+
+def _common_verdict(folder: StepFolder, words: list[list[Any]]) -> str | None:
+    """Returns why all ranks pass over a candidate, or None. Raises when the state of any rank does not fit it."""
+    many = len(words) > 1
+    for rank, (name, status, text, *_) in enumerate(words):
+        if name != folder.path.name:
+            raise SnapshotError(f"rank {rank} sees '{name}' where this rank sees '{folder.path.name}' as the newest")
+        if status == "mismatch":
+            raise StateError(f"{folder.path}: rank {rank}: {text}" if many else f"{folder.path}: {text}")
+    for rank, (_, status, text, *_) in enumerate(words):
+        if status == "damaged":
+            return f"rank {rank}: {text}" if many else text
+    if len({word[2] for word in words}) > 1:
+        raise SnapshotError(f"the ranks see different snapshots under '{folder.path}'")
+    return None
+
+
+def _match(flat: Flat, reader: SnapshotReader, rank: int, wanted: Wanted) -> _Match:
+    """Lays the state over the snapshot. StateError lists every name, shape and dtype that does not fit."""
+    table = reader.table
+    missing = [n for n in flat.tensors if n not in table.names] + [n for n in flat.values if n not in reader.values]
+    refused = [n for n in missing if not _allowed(n, wanted.allow_missing)]
+    problems = []
+    if refused:
+        problems.append(f"missing in the snapshot: {_names(refused)}")
+    tied = find_aliases(list(flat.tensors.values()))
+    targets, cast = [], []
+    for name, leaf in flat.tensors.items():
+        if name not in table.names:
+            continue
+        entry = table.entry(name)
+        if leaf.full_shape != entry.full_shape:
+            problems.append(
+                f"{leaf.path} has the full shape {leaf.full_shape}, the snapshot's {name!r} {entry.full_shape}"
+            )
+        elif leaf.tensor.dtype != entry.dtype and not (wanted.cast is True or _allowed(name, wanted.cast or ())):
+            problems.append(
+                f"{leaf.path} is {leaf.tensor.dtype}, the snapshot's {name!r} {entry.dtype}; allow it by cast="
+            )
+        elif name in tied and tied[name] in table.names and _same_bytes(entry, table.entry(tied[name]), leaf.path):
+            continue
+        else:
+            if leaf.tensor.dtype != entry.dtype:
+                cast.append(name)
+            targets.append(Target(entry, leaf.tensor, leaf.box, leaf.flat))
+    if problems:
+        raise StateError("; ".join(problems))
+    results = {n: decode(reader.values[n], f"value {n!r}") for n in flat.values if n in reader.values}
+    own = reader.fragments[rank].per_rank if rank < len(reader.fragments) else {}
+    results.update({n: decode(own[n], f"per-rank value {n!r}") for n in flat.per_rank if n in own})
+    per_rank_missing = tuple(n for n in flat.per_rank if n not in own)
+    return _Match(tuple(targets), results, tuple(missing), per_rank_missing, tuple(cast))
+
+
+def _same_bytes(entry: TensorEntry, other: TensorEntry, path: str) -> bool:
+    """True when two names tied in the state have the same bytes in the snapshot, so that one read serves both."""
+    if entry is other:
+        return True
+    mine, theirs = ({(s.piece.offset, s.piece.flat): s.piece.xxh3_128 for s in e.sources} for e in (entry, other))
+    if mine.keys() == theirs.keys() and mine != theirs:
+        raise StateError(f"{path} is tied in the state, but {entry.name!r} and {other.name!r} differ in the snapshot")
+    return mine == theirs
+
+
+def _unexpected(reader: SnapshotReader, words: list[list[Any]], wanted: Wanted) -> tuple[str, ...]:
+    """Returns names of the snapshot that no rank's state has. StateError when they are not allowed."""
+    known = {name for word in words for name in word[3]}
+    unexpected = sorted(name for name in reader.table.names | reader.values.keys() if name not in known)
+    refused = [name for name in unexpected if not _allowed(name, wanted.allow_unexpected)]
+    if refused:
+        raise StateError(f"{reader.folder}: not in the state of any rank: {_names(refused)}")
+    return tuple(unexpected)
+
+
+def _allowed(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(repr(name) for name in names[:8]) + more

@@ -1,0 +1,303 @@
+"""`Snapshots`: the one object a training loop holds. Save without waiting for the disk, restore onto any grid.
+
+Not a trainer's policy of when to save. The one idea: `save` copies and returns; one thread per object writes and
+commits; whatever went wrong there is raised by `handle.wait()` or else by the next call, once.
+
+Thread rule: one training thread calls the methods. The thread is started by the first save and ends with `close()`.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from plait import _C
+from plait.ckpt.agree import Agreement
+from plait.ckpt.capture import Captured, Capturer
+from plait.ckpt.commit import Writer, abort, await_commit, coordinate, post_error, publish_latest, write_part
+from plait.ckpt.errors import SnapshotError
+from plait.ckpt.folders import collect_garbage, parse_step, publish, remove_folder
+from plait.ckpt.keep import Policy, retain
+from plait.ckpt.lock import RootLock
+from plait.ckpt.manifest import FORMATS, RUN, Run, from_bytes, to_bytes
+from plait.ckpt.restore import Restored, Wanted, newest_valid, restore_state
+from plait.ckpt.state import flatten
+
+_RUN_BYTES = 4096
+
+
+class Handle:
+    """One save. `stall_s`: how long the training thread was held (waiting for the save before included: `waited_s`).
+    `nbytes`: what this rank writes. `durable_s`: from the call to the durable commit, None before. `folder`: once durable."""
+
+    def __init__(self, step: int, sequence: int) -> None:
+        self.step, self.sequence = step, sequence
+        self.stall_s = self.waited_s = 0.0
+        self.nbytes = 0
+        self.durable_s: float | None = None
+        self.folder: Path | None = None
+        self.began = time.monotonic()
+        self._finished = threading.Event()
+        self._error: BaseException | None = None
+        self._raised = False
+
+    def done(self) -> bool:
+        """True when the save is durable, or failed."""
+        return self._finished.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Waits until durable; raises what went wrong. TimeoutError when it is still under way after `timeout_s`."""
+        if not self._finished.wait(timeout_s):
+            raise TimeoutError(f"the snapshot of step {self.step} is not durable after {timeout_s} s")
+        self.raise_once()
+
+    def raise_once(self) -> None:
+        """Raises the save's error unless it was raised before."""
+        if self._error is not None and not self._raised:
+            self._raised = True
+            raise self._error
+
+    def finish(self, folder: Path | None, error: BaseException | None) -> None:
+        """Called by the writing thread, last."""
+        self.folder, self._error = folder, error
+        if error is None:
+            self.durable_s = time.monotonic() - self.began
+        self._finished.set()
+
+
+class Snapshots:
+    """Snapshots of one run under `root`.
+
+    keep_last, keep_every: retention (keep.Policy). rank, world_size, session: of this launch; `session` is any integer
+    equal on all ranks and new at every launch, needed when world_size > 1. grid: noted in the manifest. timeout_s: how long
+    a rank is waited for before it is named. pool_bytes: staging memory made (and faulted in) now instead of at the first
+    save. rate_limit: bytes per second for writing, 0 none. read_only: takes no LOCK, saves nothing. agreement_root: where ranks agree
+    during a restore, when they cannot write to `root`. io: the system calls (tests make them fail).
+
+    Rank 0 takes the LOCK: SnapshotLocked names the owner when another job writes here. It also removes what dead
+    attempts left behind. Make the object after any fork.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        keep_last: int | None = 3,
+        keep_every: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        session: int | None = None,
+        grid: Mapping[str, int] | None = None,
+        timeout_s: float = 600.0,
+        pool_bytes: int = 0,
+        threads: int = 2,
+        rate_limit: int = 0,
+        direct: bool = True,
+        pin: bool = False,
+        read_only: bool = False,
+        agreement_root: str | Path | None = None,
+        io: _C.Io | None = None,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank={rank} must be in 0 .. world_size - 1 = {world_size - 1}")
+        if world_size > 1 and session is None:
+            raise ValueError("session: several ranks need one integer, equal on all and new at every launch")
+        self.root = Path(root).absolute()
+        self.rank, self.world_size = rank, world_size
+        self.policy = Policy(keep_last, keep_every)
+        self.waits = 0
+        self._session = f"{(secrets.randbits(64) if session is None else session) & (2**64 - 1):016x}"
+        self._grid = dict(grid or {})
+        self._io = io or _C.PosixIo()
+        self._threads, self._read_only = threads, read_only
+        self._stop = threading.Event()
+        self._writer = Writer(
+            self._io, self.root, rank, world_size, threads, rate_limit, direct, timeout_s, self._stop
+        )
+        self._agreement = Agreement(self._writer, Path(agreement_root or root).absolute(), self._session)
+        self._capturer: Capturer | None = None
+        self._lock: RootLock | None = None
+        self._run = ""
+        self._sequence = 0
+        self._last: Handle | None = None
+        self._thread: threading.Thread | None = None
+        self._jobs: queue.SimpleQueue[tuple[Handle, Captured] | None] = queue.SimpleQueue()
+        if not read_only:
+            self._open(pool_bytes, pin)
+
+    def save(self, step: int, state: dict[str, Any], *, force: bool = False) -> Handle:
+        """Captures `state` as it is now and returns; writing and commit go on in the background.
+
+        All ranks call it with the same step, in the same order. One save is in flight at a time: another one waits for
+        it (and is counted in `waits` unless `force`, which says that the wait is meant, as at the end of a run); skipping would leave
+        ranks with different ideas of what was saved. Raises an earlier save's error first, StateError for what cannot
+        be stored; nothing of this step is then written.
+        """
+        if self._read_only or self._capturer is None:
+            raise SnapshotError(f"'{self.root}' was opened read-only, or is closed: nothing can be saved")
+        if type(step) is not int or step < 0:
+            raise ValueError(f"step={step!r}: must be an integer >= 0")
+        began = time.monotonic()
+        if self._last is not None and not self._last.done():
+            self.waits += not force
+            self._last._finished.wait()
+        waited_s = time.monotonic() - began
+        self.check()
+        self._sequence += 1
+        handle = Handle(step, self._sequence)
+        try:
+            captured = self._capturer.capture(flatten(state))
+        except BaseException as error:
+            if self.world_size > 1:  # the others must not wait for this rank
+                post_error(self._writer, self._attempt(handle), str(error))
+            raise
+        handle.began, handle.waited_s, handle.nbytes = began, waited_s, captured.num_bytes
+        self._start_thread()
+        self._last = handle
+        self._jobs.put((handle, captured))
+        handle.stall_s = time.monotonic() - began
+        return handle
+
+    def restore(
+        self,
+        state: dict[str, Any],
+        *,
+        step: int | None = None,
+        allow_missing: Sequence[str] = (),
+        allow_unexpected: Sequence[str] = (),
+        cast: bool | Sequence[str] | None = None,
+    ) -> Restored:
+        """Fills `state` from the newest snapshot that all ranks can read, or from that of `step`. See Restored.
+
+        All ranks call it together. Names are strict both ways: what only the state has, or only the snapshot (over all
+        ranks), is an error unless a pattern in `allow_missing` / `allow_unexpected` names it. Another dtype is an error unless
+        `cast` (True, or patterns) allows the conversion; another full shape always is. A damaged snapshot is passed over with
+        its reason in `report.skipped`. SnapshotError lists every candidate and why it was rejected; after an error that
+        was found while reading, tensors of the state may hold parts of a snapshot.
+        """
+        self.wait()
+        wanted = Wanted(tuple(allow_missing), tuple(allow_unexpected), cast if cast is not None else False)
+        return restore_state(self._io, self.root, self.rank, self._agreement, state, step, wanted, self._threads)
+
+    def latest(self) -> int | None:
+        """Returns the step of the newest snapshot whose manifest verifies, or None."""
+        folder = newest_valid(self._io, self.root)
+        return None if folder is None else folder.step
+
+    def wait(self) -> None:
+        """Waits for the save in flight; raises its error, or that of an earlier one, unless it was raised before."""
+        if self._last is not None:
+            self._last.wait()
+
+    def check(self) -> None:
+        """Raises the error of a finished save unless it was raised before. Does not wait."""
+        if self._last is not None and self._last.done():
+            self._last.raise_once()
+
+    def close(self) -> None:
+        """Waits for the save in flight, ends the thread, lets go of memory and LOCK, then raises what is still to be raised."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+        if self._capturer is not None:
+            self._capturer.close()
+            self._capturer = None
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+        self.check()
+
+    def __enter__(self) -> Snapshots:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except (SnapshotError, OSError) as later:
+            error.add_note(f"and closing the snapshots failed: {later}")
+
+    def _open(self, pool_bytes: int, pin: bool) -> None:
+        new = not self.root.is_dir()
+        self.root.mkdir(parents=True, exist_ok=True)
+        if self.rank == 0:
+            if new:
+                _C.fsync_dir(self._io, self.root.parent)
+            self._lock = RootLock(self.root, self._session)
+            try:
+                collect_garbage(self._io, self.root, self._session)
+                self._run = self._run_id()
+            except BaseException:
+                self._lock.close()
+                raise
+        self._capturer = Capturer(self.rank, self.world_size, pool_bytes, self._threads, pin)
+
+    def _run_id(self) -> str:
+        path = self.root / RUN
+        if not path.exists():
+            publish(self._io, path, to_bytes(Run(FORMATS[Run], secrets.token_hex(16))))
+        return from_bytes(Run, _C.read_small(self._io, path, _RUN_BYTES), f"'{path}'").run
+
+    def _attempt(self, handle: Handle) -> str:
+        return f"{handle.step}-{self._session}-{handle.sequence}"
+
+    def _start_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=f"plait-snapshots-{self.rank}", daemon=True)
+            self._thread.start()
+
+    def _work(self) -> None:
+        """The writing thread: one save after the other until None."""
+        while (job := self._jobs.get()) is not None:
+            handle, captured = job
+            folder, error = None, None
+            try:
+                folder = self._write(handle, captured)
+            except BaseException as caught:  # kept for the training thread
+                error = caught
+            handle.finish(folder, error)
+
+    def _write(self, handle: Handle, captured: Captured) -> Path:
+        attempt = self._attempt(handle)
+        assert self._capturer is not None
+        if self.rank != 0:
+            try:
+                write_part(self._writer, attempt, handle.step, captured, self._capturer)
+            except BaseException as error:
+                post_error(self._writer, attempt, str(error))
+                raise
+            return await_commit(self._writer, attempt, handle.step)
+        assert self._lock is not None
+        try:
+            write_part(self._writer, attempt, handle.step, captured, self._capturer)
+            folder = coordinate(self._writer, attempt, handle.step, self._lock, self._run, self._grid)
+        except BaseException as error:
+            self._abort(attempt, error)
+            raise
+        publish_latest(self._writer, folder)
+        self._tidy(folder)
+        return folder
+
+    def _abort(self, attempt: str, error: BaseException) -> None:
+        try:
+            abort(self._writer, attempt, str(error))
+        except OSError as later:  # the disk that failed the save may fail the clean-up; the next owner removes it
+            error.add_note(f"and its remains could not be removed: {later}")
+
+    def _tidy(self, folder: Path) -> None:
+        """After a commit: retention, and the remains of this launch's own failed attempts, which all ranks are past."""
+        written = parse_step(folder)
+        assert written is not None
+        retain(self._io, self.root, self.policy, written, self._run, self._session)
+        self._agreement.clear()
+        for path in self.root.glob(f".tmp-*-{self._session}-*"):
+            if "restore" not in path.name:
+                remove_folder(self._io, path)
