@@ -142,14 +142,14 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
 class TorchStack:
     """Trains one stage on this rank; `step` is one optimizer step over num_microbatches micro-batches.
 
-    device_mesh has axes dp, pp, tp. data_parallel is 'ddp' or 'fsdp2'. step returns the mean loss of the global batch
-    on every rank, as our trainer does.
+    device_mesh has axes dp, pp, tp; None is one process. data_parallel is 'ddp' or 'fsdp2'. step returns the mean
+    loss of the global batch on every rank, as our trainer does.
     """
 
     def __init__(
         self,
         stage: Stage,
-        device_mesh: DeviceMesh,
+        device_mesh: DeviceMesh | None,
         *,
         num_microbatches: int,
         schedule: str,
@@ -161,27 +161,29 @@ class TorchStack:
         betas: tuple[float, float],
         eps: float,
     ) -> None:
-        self.mesh, self.num_microbatches, self.max_norm = device_mesh, num_microbatches, max_norm
-        self.dp, self.pp, self.tp = (device_mesh[name].size() for name in ("dp", "pp", "tp"))
-        if self.tp > 1:
+        self.num_microbatches, self.max_norm = num_microbatches, max_norm
+        self.dp, self.pp, self.tp = (
+            device_mesh[name].size() if device_mesh is not None else 1 for name in ("dp", "pp", "tp")
+        )
+        self.pp_group: dist.ProcessGroup | None = None
+        if device_mesh is not None and self.tp > 1:
             parallelize_module(stage, device_mesh["tp"], tensor_parallel_plan(stage, sequence_parallel))
         self.module: nn.Module = stage
-        if self.dp > 1 and data_parallel == "fsdp2":
+        if device_mesh is not None and self.dp > 1 and data_parallel == "fsdp2":
             for block in stage.layers.values():
                 fully_shard(block, mesh=device_mesh["dp"], reshard_after_forward=False)
             fully_shard(stage, mesh=device_mesh["dp"], reshard_after_forward=False)
-        elif self.dp > 1:
+        elif device_mesh is not None and self.dp > 1:
             if self.tp > 1:
                 _pre_dp_module_transform(stage)
             self.module = nn.parallel.DistributedDataParallel(
                 stage, device_mesh=device_mesh["dp"], broadcast_buffers=False, gradient_as_bucket_view=True
             )
         self.pipeline = None
-        if self.pp > 1:
+        if device_mesh is not None and self.pp > 1:
+            self.pp_group = device_mesh.get_group("pp")
             pp_coord = device_mesh.get_local_rank("pp")
-            pipeline_stage = PipelineStage(
-                self.module, pp_coord, self.pp, torch.device("cpu"), group=device_mesh.get_group("pp")
-            )
+            pipeline_stage = PipelineStage(self.module, pp_coord, self.pp, torch.device("cpu"), group=self.pp_group)
             self.pipeline = SCHEDULES[schedule](pipeline_stage, num_microbatches, loss_fn=mean_loss)
             self.first, self.last = pp_coord == 0, pp_coord == self.pp - 1
         decay = [p for p in self.module.parameters() if p.ndim >= 2]
@@ -204,7 +206,8 @@ class TorchStack:
         self.optimizer.zero_grad()
         # Every rank of the last stage holds the mean of its dp coordinate; the others hold 0.
         total = torch.tensor([loss], dtype=torch.float64)
-        dist.all_reduce(total)
+        if dist.is_initialized():
+            dist.all_reduce(total)
         return float(total) / (self.dp * self.tp)
 
     def _pipeline_step(self, tokens: Tensor, targets: Tensor) -> float:
@@ -245,8 +248,8 @@ class TorchStack:
             if group:
                 norm = torch.nn.utils.get_total_norm(group, foreach=True)
                 squares += (norm.full_tensor() if isinstance(norm, DTensor) else norm).float() ** 2
-        if self.pp > 1:
-            dist.all_reduce(squares, group=self.mesh.get_group("pp"))
+        if self.pp_group is not None:
+            dist.all_reduce(squares, group=self.pp_group)
         scale = float((self.max_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0))
         if scale < 1.0:
             torch._foreach_mul_(grads, scale)
