@@ -232,9 +232,9 @@ def _shard_grad(
     need_dx: bool, need_dweight: bool,
 ) -> Tensor | None:  # fmt: skip
     """Returns this shard's part of dx [N, D]; adds its weight gradient to where it lives. Does not notify."""
+    out = grad_home(layer.weight)[: layer.num_valid] if need_dweight else None
     if not layer.num_valid:
         return torch.zeros_like(rows) if need_dx else None
-    out = grad_home(layer.weight)[: layer.num_valid] if need_dweight else None
     with below_autograd():
         dx, _ = kernels.linear_cross_entropy_grad(
             rows, weight[: layer.num_valid], targets, lse, dloss,

@@ -19,7 +19,9 @@ from plait.parallel.layers import (
     Dropout,
     RMSNorm,
     RowParallelLinear,
+    check_sequence,
     column_parallel,
+    unit_box,
 )
 from plait.parallel.mesh import Axis, Mesh
 from plait.parallel.placement import gather_full
@@ -73,27 +75,37 @@ def full_grads(module: nn.Module, mesh: Mesh) -> dict[str, torch.Tensor]:
 
 
 def block_result(
-    rank: int, tp: int, sequence_parallel: bool, kv_heads: int = 4, **options
+    rank: int,
+    tp: int,
+    sequence_parallel: bool,
+    kv_heads: int = 4,
+    options: dict | None = None,
+    deferring: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Forward and backward of the block on this rank; everything gathered to full tensors."""
+    """Forward and backward of two micro-batches on this rank; everything gathered to full tensors."""
     mesh = Mesh.create(tp=tp) if tp > 1 else Mesh.single()
     axis = mesh.axis("tp")
-    block = Block(axis, kv_heads=kv_heads, sequence_parallel=sequence_parallel, **options)
+    block = Block(axis, kv_heads=kv_heads, sequence_parallel=sequence_parallel, **(options or {}))
+    sinks = [module.weight_grads for module in block.modules() if hasattr(module, "weight_grads")]
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(B, T, D, dtype=torch.float64, generator=generator).requires_grad_()
-    dout = torch.randn(B, T, D, dtype=torch.float64, generator=generator)
-    if sequence_parallel:
-        y = block(split_seq(x, axis, 1))
-        y.backward(split_seq(dout, axis, 1))
-        y = all_gather(y.detach(), axis, 1)
-    else:
-        y = block(x)
-        y.backward(dout)
-    return {"y": y.detach(), "dx": x.grad, **full_grads(block, mesh)}
-
-
-def same(rank: int, tp: int, sequence_parallel: bool, kv_heads: int = 4, options: dict | None = None):
-    return block_result(rank, tp, sequence_parallel, kv_heads, **(options or {}))
+    result = {}
+    for microbatch in range(2):
+        x = torch.randn(B, T, D, dtype=torch.float64, generator=generator).requires_grad_()
+        dout = torch.randn(B, T, D, dtype=torch.float64, generator=generator)
+        for sink in sinks:
+            sink.microbatch, sink.deferring = microbatch, deferring
+        if sequence_parallel:
+            y = block(split_seq(x, axis, 1))
+            y.backward(split_seq(dout, axis, 1))
+            y = all_gather(y.detach(), axis, 1)
+        else:
+            y = block(x)
+            y.backward(dout)
+        result[f"y{microbatch}"], result[f"dx{microbatch}"] = y.detach(), x.grad
+    for microbatch in range(2):
+        for sink in sinks:
+            sink.run(microbatch)
+    return {**result, **full_grads(block, mesh)}
 
 
 def assert_close(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
@@ -103,10 +115,251 @@ def assert_close(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) 
         assert error < TOLERANCE, f"{name} is off by {error:.2e}"
 
 
+def assert_equal_bits(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == wanted.keys()
+    assert not [name for name, value in wanted.items() if not torch.equal(got[name], value)]
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_block_on_tp_ranks_equals_one_rank(tp, sequence_parallel):
-    alone = same(0, 1, sequence_parallel)
-    for result in run_ranks(tp, same, tp, sequence_parallel):
+    alone = block_result(0, 1, sequence_parallel)
+    results = run_ranks(tp, block_result, tp, sequence_parallel)
+    for result in results:
         assert_close(result, alone)
+        assert_equal_bits(result, results[0])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_fewer_kv_heads_than_ranks_are_replicated_and_their_gradients_summed(sequence_parallel):
+    alone = block_result(0, 1, sequence_parallel, 2)
+    for result in run_ranks(4, block_result, 4, sequence_parallel, 2):
+        assert_close(result, alone)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("tp", [1, 2])
+def test_memory_and_schedule_policies_give_the_same_bits(tp):
+    """Deferred weight gradients, and a gathered input that is dropped and gathered again."""
+    variants = [({}, False), ({}, True), ({"keep_gathered": False}, False), ({"keep_gathered": False}, True)]
+    results = []
+    for options, deferring in variants:
+        arguments = (tp, True, 4, options, deferring)
+        results.append(run_ranks(tp, block_result, *arguments)[0] if tp > 1 else block_result(0, *arguments))
+    for result in results[1:]:
+        assert_equal_bits(result, results[0])
+
+
+def test_two_runs_are_equal_bit_for_bit():
+    assert_equal_bits(block_result(0, 1, True), block_result(0, 1, True))
+
+
+# ---- placements: pure, an axis needs no process for them ---------------------------------------------------------
+
+
+def coords(size: int) -> list[Axis]:
+    """The axis as each of its ranks sees it; rank numbers are not the coordinates, to tell them apart."""
+    return [Axis("tp", size, coord, tuple(range(10, 10 + size))) for coord in range(size)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("units", [1, 2, 4, 8])
+def test_boxes_of_all_ranks_cover_the_full_tensor(size, units):
+    held = torch.zeros(2, 16, D, dtype=torch.int64)
+    for axis in coords(size):
+        placement = ColumnParallelLinear(D, (2, 16), axis, units=units).weight.placement
+        assert placement.full_shape == (2, 16, D)
+        held[placement.box] += 1
+        assert len(placement.replica_ranks) == (size // units if units < size else 0)
+        assert placement.sum_axes == (("tp",) if units < size else ())
+        assert not placement.replica_ranks or axis.ranks[axis.coord] in placement.replica_ranks
+    assert bool((held == max(1, size // units)).all())
+
+
+def test_q_heads_lie_with_the_kv_head_that_they_use():
+    for axis in coords(4):
+        q_start = unit_box(8 * HEAD_DIM, 8, axis)[0] // HEAD_DIM
+        kv_start = unit_box(2 * HEAD_DIM, 2, axis)[0] // HEAD_DIM
+        assert q_start // 4 == kv_start
+
+
+@pytest.mark.parametrize("features, units, size", [(12, 3, 2), (12, 6, 4), (7, None, 2), (10, 4, 2), (12, 5, 5)])
+def test_heads_that_fit_neither_way_are_refused_by_number(features, units, size):
+    with pytest.raises(ValueError, match=rf"{features} features .* of size {size}"):
+        unit_box(features, units, coords(size)[0])
+
+
+def test_replicated_parameters_say_who_holds_them_so_that_a_norm_counts_them_once():
+    axis = coords(2)[1]
+    for param in (RMSNorm(D, axis).weight, RowParallelLinear(D, D, axis, bias=True).bias):
+        assert param.placement.replica_ranks == (10, 11) and param.placement.sum_axes == ()
+    assert RMSNorm(D, axis, sequence_parallel=True).weight.placement.sum_axes == ("tp",)
+    assert RMSNorm(D, Axis.single(), sequence_parallel=True).weight.placement.sum_axes == ()
+
+
+def sum_of_squares(rank: int) -> float:
+    """The squared gradient norm of a block on 2 ranks: each parameter's share by its number of replicas."""
+    mesh = Mesh.create(tp=2)
+    axis = mesh.axis("tp")
+    block = Block(axis, sequence_parallel=False)
+    x = torch.randn(B, T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    block(x).square().sum().backward()
+    total = torch.zeros(1, dtype=torch.float64)
+    for param in block.parameters():
+        total += param.grad.square().sum() / max(1, len(param.placement.replica_ranks))
+    return float(all_reduce(total, axis))
+
+
+@pytest.mark.ranks
+def test_norms_and_row_biases_are_not_counted_tp_times():
+    block = Block(Axis.single(), sequence_parallel=False)
+    x = torch.randn(B, T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    block(x).square().sum().backward()
+    alone = sum(float(p.grad.square().sum()) for p in block.parameters())
+    assert run_ranks(2, sum_of_squares) == pytest.approx([alone, alone], rel=1e-12)
+
+
+def norm_gradients(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(own, summed) gradient of a norm that sees half of the tokens."""
+    mesh = Mesh.create(tp=2)
+    axis = mesh.axis("tp")
+    norm = RMSNorm(D, axis, sequence_parallel=True, dtype=torch.float64)
+    x = torch.randn(B, T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    norm(split_seq(x, axis, 1)).pow(3).sum().backward()
+    own = norm.weight.grad
+    return own, all_reduce(own.clone(), axis)
+
+
+@pytest.mark.ranks
+def test_sequence_parallel_norm_gradients_do_not_stay_different():
+    norm = RMSNorm(D, Axis.single(), dtype=torch.float64)
+    x = torch.randn(B, T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    norm(x).pow(3).sum().backward()
+    (own0, sum0), (own1, sum1) = run_ranks(2, norm_gradients)
+    assert not torch.allclose(own0, own1)
+    assert torch.equal(sum0, sum1)
+    torch.testing.assert_close(sum0, norm.weight.grad, rtol=1e-12, atol=1e-12)
+
+
+# ---- sequences, sizes, collectives -------------------------------------------------------------------------------
+
+
+def odd_sequence(rank: int) -> str:
+    """The error of a row layer whose 7 tokens cannot be scattered."""
+    axis = Mesh.create(tp=2).axis("tp")
+    layer = RowParallelLinear(D, D, axis, sequence_parallel=True)
+    with pytest.raises(ValueError) as error:
+        layer(torch.randn(1, 7, D // 2))
+    return str(error.value)
+
+
+@pytest.mark.ranks
+def test_seven_tokens_on_two_ranks_are_refused_with_the_numbers():
+    with pytest.raises(ValueError, match="7 tokens cannot be split over axis tp of size 2"):
+        check_sequence(7, coords(2)[0])
+    check_sequence(8, coords(2)[0])
+    for text in run_ranks(2, odd_sequence):
+        assert "7" in text and "size 2" in text
+
+
+def shapes_on_two_ranks(rank: int) -> list[tuple[int, ...]]:
+    """Shapes through a sequence-parallel norm, column layer, replicated column layer and row layer."""
+    axis = Mesh.create(tp=2).axis("tp")
+    x = torch.randn(B, T // 2, D)
+    column = ColumnParallelLinear(D, (2, F), axis, sequence_parallel=True)
+    row = RowParallelLinear(F, D, axis, sequence_parallel=True)
+    nn.init.zeros_(column.weight), nn.init.zeros_(row.weight)
+    wide = column(RMSNorm(D, axis, sequence_parallel=True)(x))
+    return [tuple(wide.shape), tuple(row(wide[..., : F // 2]).shape)]
+
+
+@pytest.mark.ranks
+def test_layers_take_sizes_from_the_constructor_not_from_the_local_length():
+    assert run_ranks(2, shapes_on_two_ranks) == [[(B, T, F), (B, T // 2, D)]] * 2
+
+
+def collectives_of_a_block(rank: int, sequence_parallel: bool) -> tuple[int, int]:
+    """How many collectives the layers start in forward and in backward."""
+    from plait.parallel import layers
+
+    started = []
+    for name in ("all_gather", "all_reduce", "reduce_scatter"):
+        real = getattr(layers, name)
+        setattr(layers, name, lambda *a, _real=real, _name=name, **k: (started.append(_name), _real(*a, **k))[1])
+    axis = Mesh.create(tp=2).axis("tp")
+    block = Block(axis, sequence_parallel=sequence_parallel)
+    x = torch.randn(B, T // 2 if sequence_parallel else T, D, dtype=torch.float64, requires_grad=True)
+    y = block(x)
+    forward = len(started)
+    y.sum().backward()
+    return forward, len(started) - forward
+
+
+@pytest.mark.ranks
+def test_a_block_has_the_fewest_collectives():
+    """q and kv share one; without sequence parallelism only rows forward and columns backward need one."""
+    for sequence_parallel in (False, True):
+        wanted = (4, 4) if sequence_parallel else (2, 2)
+        assert run_ranks(2, collectives_of_a_block, sequence_parallel) == [wanted] * 2
+
+
+def test_an_output_that_nobody_uses_gives_no_gradient_and_no_error():
+    axis = Axis.single()
+    a, b = (ColumnParallelLinear(D, F, axis, dtype=torch.float64) for _ in range(2))
+    for seed, layer in enumerate((a, b)):
+        layer.reset_parameters(seed, 0.3, "layer")
+    x = torch.randn(1, T, D, dtype=torch.float64, requires_grad=True)
+    column_parallel(x, a, b)[0].sum().backward()
+    assert b.weight.grad is None
+    torch.testing.assert_close(x.grad, a.weight.detach().sum(0).expand_as(x))
+
+
+def test_frozen_weights_get_no_gradient():
+    column = ColumnParallelLinear(D, F, Axis.single(), bias=True)
+    column.reset_parameters(0, 0.3, "layer")
+    column.weight.requires_grad_(False)
+    x = torch.randn(1, T, D, requires_grad=True)
+    column(x).sum().backward()
+    assert column.weight.grad is None and column.bias.grad is not None and x.grad is not None
+
+
+# ---- dropout: pure, the mask is a function of the place ----------------------------------------------------------
+
+
+def test_dropout_on_shards_draws_the_bits_of_one_rank():
+    """Shards must not repeat one mask: together they are the mask of the whole tensor; replicas agree."""
+    x = torch.ones(B, T, D)
+    key = {"seed": 3, "step": 5, "sample_offset": 4}
+    whole = Dropout(0.5, Axis.single(), layer=1, site=2)(x, **key)
+    assert 0.3 < float((whole == 0).float().mean()) < 0.7
+    for split, dim in (("sequence", 1), ("features", 2)):
+        layers = [Dropout(0.5, axis, layer=1, site=2, split=split) for axis in coords(4)]
+        parts = [layer(part, **key) for layer, part in zip(layers, x.chunk(4, dim), strict=True)]
+        assert torch.equal(torch.cat(parts, dim), whole)
+        assert not torch.equal(parts[0], parts[1])
+    for axis in coords(4):
+        assert torch.equal(Dropout(0.5, axis, layer=1, site=2)(x, **key), whole)
+
+
+def test_dropout_depends_on_every_part_of_its_key_and_on_the_global_sample():
+    x = torch.ones(B, T, D)
+    key = {"seed": 3, "step": 5, "sample_offset": 4}
+    whole = Dropout(0.5, Axis.single(), layer=1, site=2)(x, **key)
+    for change in ({"seed": 4}, {"step": 6}, {"sample_offset": 5}):
+        assert not torch.equal(Dropout(0.5, Axis.single(), layer=1, site=2)(x, **{**key, **change}), whole)
+    for place in ({"layer": 2, "site": 2}, {"layer": 1, "site": 1}):
+        assert not torch.equal(Dropout(0.5, Axis.single(), **place)(x, **key), whole)
+    second = Dropout(0.5, Axis.single(), layer=1, site=2)(x[1:], **{**key, "sample_offset": 5})
+    assert torch.equal(second, whole[1:])
+
+
+def test_dropout_in_eval_is_the_identity_and_bad_arguments_are_refused():
+    layer = Dropout(0.5, Axis.single(), layer=0, site=0).eval()
+    x = torch.randn(1, 2, 3)
+    assert layer(x, seed=0, step=0) is x
+    with pytest.raises(ValueError, match=r"p=1.0 must be in \[0, 1\)"):
+        Dropout(1.0, Axis.single(), layer=0, site=0)
+    with pytest.raises(ValueError, match="split='rows' must be"):
+        Dropout(0.1, Axis.single(), layer=0, site=0, split="rows")
