@@ -1,13 +1,14 @@
 """Small files, folder operations and FaultIo of plait._C.
 
-Each operation is failed at each of its system calls: an errno once, an interrupt, a short transfer, a crash before and
-after. What may follow: OSError with that errno and the path, or (interrupt, short transfer) success.
+Each operation is failed at each of its system calls: an errno once, an interrupt, a short transfer, a crash before
+and after. What may follow: OSError with that errno and the path, or (interrupt, short transfer) success.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import threading
 
 import pytest
 
@@ -199,3 +200,13 @@ def test_crash_in_the_middle_of_a_write(tmp_path):
 def test_unknown_actions_are_refused():
     with pytest.raises(ValueError, match="crash_befor'"):
         _C.FaultIo([(0, "crash_befor", 0)])
+
+
+def test_another_python_thread_runs_during_a_call(tmp_path):
+    """Opening a fifo waits for its writer, which is another Python thread: with the GIL held this would never end."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    thread = threading.Thread(target=lambda: open(fifo, "wb").close())
+    thread.start()
+    assert _C.read_small(_C.PosixIo(), fifo, 0) == b""
+    thread.join()

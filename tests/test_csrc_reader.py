@@ -1,0 +1,218 @@
+"""plait._C.read_ranges: what is read, what is verified, and what is refused.
+
+A file of six blocks (the last one odd) is damaged in every block and cut or extended by one byte; each must raise
+ChecksumError naming the block. Bytes read = the sizes of the touched blocks, whatever the requests.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import hypothesis
+import pytest
+from hypothesis import strategies
+
+from plait import _C
+from tests.csrc_memory import BLOCK, address_of, descriptors, random_bytes, threads
+
+SIZE = 5 * BLOCK + 1234
+DATA = bytes(random_bytes(SIZE, seed=2))
+CRCS = _C.crc32c_blocks(DATA, BLOCK)
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "f"
+    source = bytearray(DATA)
+    _C.write_file(_C.PosixIo(), path, b"", [(address_of(source), SIZE, 0)], SIZE, block_bytes=BLOCK)
+    return path
+
+
+def drop_cache(path) -> None:
+    """Puts the file out of the page cache, so that direct reads are taken."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read(path, ranges, io=None, **options) -> tuple[list[bytes], int]:
+    """Reads (offset, nbytes) ranges, each into its own memory."""
+    targets = [bytearray(n + 1) for _, n in ranges]
+    requests = [(at, n, address_of(t)) for (at, n), t in zip(ranges, targets, strict=True)]
+    options = {"block_bytes": BLOCK, **options}
+    count = _C.read_ranges(io or _C.PosixIo(), path, SIZE, CRCS, requests, **options)
+    assert all(t[n] == 0 for (_, n), t in zip(ranges, targets, strict=True))  # Not a byte too far.
+    return [bytes(t[:n]) for (_, n), t in zip(ranges, targets, strict=True)], count
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("threads_count", [1, 2, 5])
+def test_the_whole_file(path, direct, cached, threads_count):
+    if cached:
+        path.read_bytes()
+    else:
+        drop_cache(path)
+    [data], count = read(path, [(0, SIZE)], direct=direct, threads=threads_count)
+    assert data == DATA and count == SIZE
+
+
+@pytest.mark.parametrize("shift", [0, 1, 64])
+@pytest.mark.parametrize("cached", [True, False])
+def test_into_aligned_and_odd_addresses(path, cached, shift):
+    pool = _C.StagingPool(SIZE + 64)
+    if cached:
+        path.read_bytes()
+    else:
+        drop_cache(path)
+    _C.read_ranges(_C.PosixIo(), path, SIZE, CRCS, [(0, SIZE, pool.address + shift)], block_bytes=BLOCK)
+    assert bytes(pool.view(shift, SIZE)) == DATA
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("ranges", "blocks"),
+    [
+        ([], []),
+        ([(0, 0), (SIZE, 0)], []),
+        ([(0, 1)], [0]),
+        ([(BLOCK - 1, 1)], [0]),
+        ([(BLOCK, 1)], [1]),
+        ([(BLOCK - 1, 2)], [0, 1]),
+        ([(SIZE - 1, 1)], [5]),
+        ([(10, 20), (40, 5), (2 * BLOCK, BLOCK), (35, 3)], [0, 2]),
+        ([(0, 100), (50, 100)], [0]),  # Ranges may overlap.
+        ([(3 * BLOCK + 5, BLOCK), (0, SIZE)], [0, 1, 2, 3, 4, 5]),
+    ],
+)
+def test_bytes_read_are_the_touched_blocks(path, ranges, blocks):
+    drop_cache(path)
+    io = _C.FaultIo()
+    data, count = read(path, ranges, io)
+    assert data == [DATA[at : at + n] for at, n in ranges]
+    assert count == sum(min(BLOCK, SIZE - block * BLOCK) for block in blocks)
+    assert [name for name, _ in io.ops].count("pread") == len(blocks)  # Each once.
+
+
+@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture], deadline=None)
+@hypothesis.given(
+    strategies.lists(strategies.tuples(strategies.integers(0, SIZE), strategies.integers(0, 3 * BLOCK)), max_size=8)
+)
+def test_any_ranges(path, ranges):
+    ranges = [(at, min(n, SIZE - at)) for at, n in ranges]
+    data, count = read(path, ranges)
+    assert data == [DATA[at : at + n] for at, n in ranges]
+    touched = {at // BLOCK + i for at, n in ranges if n for i in range((at % BLOCK + n - 1) // BLOCK + 1)}
+    assert count == sum(min(BLOCK, SIZE - block * BLOCK) for block in touched)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("position", [0, 4095, BLOCK - 1])
+@pytest.mark.parametrize("block", range(6))
+def test_one_flipped_bit_in_any_block_is_named(path, block, position, direct):
+    at = min(block * BLOCK + position, SIZE - 1)
+    damaged = bytearray(DATA)
+    damaged[at] ^= 1 << (at % 8)
+    path.write_bytes(damaged)
+    drop_cache(path)
+    with pytest.raises(_C.ChecksumError, match=f"block {block} .*does not match its CRC32C") as caught:
+        read(path, [(0, SIZE)], direct=direct)
+    assert caught.value.block == block and caught.value.path == str(path) and str(path) in str(caught.value)
+    others = [(b * BLOCK, 1) for b in range(6) if b != block]
+    assert read(path, others, direct=direct)[0] == [DATA[b : b + 1] for b, _ in others]
+
+
+def test_a_zeroed_page_is_noticed(path):
+    damaged = bytearray(DATA)
+    damaged[3 * BLOCK + 4096 : 4 * BLOCK] = bytes(4096)
+    path.write_bytes(damaged)
+    with pytest.raises(_C.ChecksumError, match="block 3"):
+        read(path, [(3 * BLOCK, 1)])  # The page that was asked for is whole, its block is not.
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, SIZE - 1, SIZE + 1, SIZE + 4096])
+def test_a_wrong_size_is_refused_before_any_read(path, size):
+    path.write_bytes(DATA[:size] + bytes(max(0, size - SIZE)))
+    io = _C.FaultIo()
+    with pytest.raises(_C.ChecksumError, match=f"has {size} bytes, expected {SIZE}") as caught:
+        read(path, [(0, 1)], io)
+    assert caught.value.block == -1
+    assert "pread" not in [name for name, _ in io.ops]
+
+
+def test_two_swapped_blocks_are_noticed(path):
+    path.write_bytes(DATA[BLOCK : 2 * BLOCK] + DATA[:BLOCK] + DATA[2 * BLOCK :])
+    with pytest.raises(_C.ChecksumError, match="block 0"):
+        read(path, [(0, 10)])
+
+
+@pytest.mark.parametrize(
+    ("ranges", "crcs", "options", "text"),
+    [
+        ([(SIZE, 1, 4096)], CRCS, {}, "ends after"),
+        ([(2**63, 2**63, 4096)], CRCS, {}, "ends after"),
+        ([(0, 1, 0)], CRCS, {}, "address 0"),
+        ([], CRCS[:-1], {}, "5 crcs"),
+        ([], [*CRCS, 0], {}, "7 crcs"),
+        ([], CRCS, {"threads": 0}, "threads is 0"),
+        ([], CRCS, {"block_bytes": 100}, "multiple of 4096"),
+    ],
+)
+def test_bad_arguments_are_refused(path, ranges, crcs, options, text):
+    with pytest.raises(ValueError, match=text):
+        _C.read_ranges(_C.PosixIo(), path, SIZE, crcs, ranges, **{"block_bytes": BLOCK, **options})
+
+
+OPS = ["open", "file_size", "open", "set_direct", *["pread"] * 6, "close", "close"]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+@pytest.mark.parametrize("index", range(len(OPS)))
+def test_every_operation_failing_is_an_error(path, index, number):
+    before = descriptors()
+    drop_cache(path)
+    io = _C.FaultIo([(index, "errno", number)])
+    with pytest.raises(OSError) as caught:
+        read(path, [(0, SIZE)], io, threads=1)
+    assert caught.value.errno == number and str(path) in str(caught.value)
+    assert [name for name, _ in io.ops][: index + 1] == OPS[: index + 1]
+    assert descriptors() == before and threads() == set()
+
+
+@pytest.mark.parametrize("index", range(len(OPS)))
+def test_every_operation_interrupted_is_done_again(path, index):
+    drop_cache(path)
+    io = _C.FaultIo([(index, "errno", errno.EINTR)])
+    assert read(path, [(0, SIZE)], io, threads=1)[0] == [DATA]
+    assert len(io.ops) == len(OPS) + (OPS[index] != "close")
+
+
+@pytest.mark.parametrize("bytes_moved", [1, 512, 4095, 4096, 4097, BLOCK - 1])
+@pytest.mark.parametrize("index", [4, 9])
+def test_short_reads_go_on(path, index, bytes_moved):
+    drop_cache(path)
+    io = _C.FaultIo([(index, "short", bytes_moved)])
+    assert read(path, [(0, SIZE)], io, threads=1)[0] == [DATA]
+    io = _C.FaultIo([(index - 2, "short", bytes_moved)])
+    assert read(path, [(0, SIZE)], io, threads=1, direct=False)[0] == [DATA]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_file_that_ends_while_it_is_read_is_damaged(path, direct):
+    drop_cache(path)
+    io = _C.FaultIo([(i, "short", 0) for i in range(4 if direct else 2, 100)])
+    with pytest.raises(_C.ChecksumError, match="block 0 .* ends after 0"):
+        read(path, [(0, SIZE)], io, threads=1, direct=direct)
+
+
+@pytest.mark.parametrize("index", [3, 4, 7, 9])
+def test_refused_direct_io_becomes_buffered(path, index):
+    drop_cache(path)
+    io = _C.FaultIo([(index, "errno", errno.EINVAL)])
+    assert read(path, [(0, SIZE)], io, threads=1) == ([DATA], SIZE)
+
+
+def test_an_empty_file(tmp_path):
+    (tmp_path / "f").write_bytes(b"")
+    assert _C.read_ranges(_C.PosixIo(), tmp_path / "f", 0, [], [(0, 0, 0)]) == 0
