@@ -153,7 +153,8 @@ def disk_facts(folder: str) -> Facts:
         from plait import _C
 
         with tempfile.TemporaryDirectory(prefix=".plait-doctor-", dir=folder) as inside:
-            facts.update(_C.io_facts(inside))
+            asked = _C.io_facts(inside)
+        facts |= {name: value for name, value in asked.items() if value != "" and not name.endswith("_bytes")}
     except (ImportError, OSError) as error:
         facts["reason"] = str(error)
     return facts

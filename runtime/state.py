@@ -1,0 +1,118 @@
+"""The full state of a training run as `plait.ckpt` takes it: weights, optimizer, progress, generators.
+
+The only place where a `Placement` of plait.parallel becomes a `Sharded` of plait.ckpt: neither knows the other. The one
+idea: a tensor is said as its box of the full tensor and as one of how many equal copies, so that any other grid can
+take it up; nothing in the state depends on wall clock, path, run or the number of steps that are still to come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from plait.ckpt import PerRank, Sharded
+from plait.model_config import ModelConfig
+from plait.parallel.random import capture_generators, restore_generators
+from plait.parallel.sharded_adamw import Piece, ShardedAdamW
+
+
+class StateMismatch(ValueError):
+    """A snapshot of another model or data order than this run's."""
+
+
+@dataclass
+class Progress:
+    """Where the run is: `step` steps are done, `sample` is the global index of the next row."""
+
+    model: ModelConfig
+    seed: int
+    optimizer: ShardedAdamW
+    step: int = 0
+    sample: int = 0
+    tokens: int = 0
+
+    def advance(self, rows: int, tokens: int) -> None:
+        """One more step."""
+        self.step += 1
+        self.sample += rows
+        self.tokens += tokens
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data, equal on all ranks."""
+        return {
+            "model": asdict(self.model),
+            "seed": self.seed,
+            "step": self.step,
+            "sample": self.sample,
+            "tokens": self.tokens,
+            "optimizer_steps": self.optimizer.steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes the place of a snapshot; StateMismatch when it is of another model or seed."""
+        here, there = asdict(self.model), state["model"]
+        other = [f"{key} is {there.get(key)} there, {here[key]} here" for key in here if here[key] != there.get(key)]
+        if other:
+            raise StateMismatch(
+                f"the snapshot is of another model: {'; '.join(other)}; use the --preset that made it"
+            )
+        if state["seed"] != self.seed:
+            raise StateMismatch(
+                f"--seed is {self.seed}, the snapshot was made with --seed {state['seed']}, which is part of its data order"
+            )
+        self.step, self.sample, self.tokens = state["step"], state["sample"], state["tokens"]
+        self.optimizer.steps = state["optimizer_steps"]
+
+
+class Generators:
+    """The python, numpy and torch generators of this rank. Nothing of plait draws from them; user code may."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Each rank's own."""
+        return {"rank": PerRank(capture_generators())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Sets them; a rank that the snapshot's grid did not have keeps its own."""
+        restore_generators(state["rank"])
+
+
+class Weights:
+    """Weights, master weights and moments of this rank, as boxes of the full tensors."""
+
+    def __init__(self, optimizer: ShardedAdamW) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Views of live memory: name -> Sharded, by kind."""
+        kinds: dict[str, dict[str, Sharded]] = {"weights": {}, "master": {}, "exp_avg": {}, "exp_avg_sq": {}}
+        for piece in self.optimizer.pieces():
+            for kind, tensor in _tensors(piece):
+                kinds[kind][piece.name] = Sharded(
+                    tensor,
+                    piece.placement.full_shape,
+                    piece.placement.offset,
+                    shape=piece.placement.shape,
+                    flat=piece.flat,
+                    replica=piece.replica,
+                )
+        return {kind: tensors for kind, tensors in kinds.items() if tensors}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The views hold the snapshot's values; brings the weights to the data-parallel peers. Collective."""
+        self.optimizer.gather_params()
+
+
+def _tensors(piece: Piece) -> Iterator[tuple[str, Tensor]]:
+    yield "weights", piece.param
+    if piece.master is not None:
+        yield "master", piece.master
+    yield "exp_avg", piece.exp_avg
+    yield "exp_avg_sq", piece.exp_avg_sq
+
+
+def run_state(progress: Progress) -> dict[str, Any]:
+    """What a snapshot of a run holds. The order counts in a restore: generators come last."""
+    return {"progress": progress, "training": Weights(progress.optimizer), "generators": Generators()}

@@ -1,0 +1,233 @@
+"""The training loop: one rank's life from the grid to the summary.
+
+Not the pieces: model, pipeline, data parallelism, optimizer and snapshots each work alone. The one idea: a step is a
+pure function of the state (no clock, no length of the run), and all that ranks must agree on in it, loss, norm and the
+wish to stop, travels in one all-reduce.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from plait.ckpt import Snapshots
+from plait.config import split_source
+from plait.data import Batches, held_out_batches
+from plait.metrics import StepRecord
+from plait.model import LlamaStage, build_stages
+from plait.optimizer import LearningRate, clip_factor
+from plait.parallel import collectives
+from plait.parallel.data import DataParallel, ShardedAdamW
+from plait.parallel.mesh import Mesh
+from plait.parallel.pipeline import Pipeline
+from plait.parallel.schedules.action import COMPUTE
+from plait.plan import EVAL_BATCHES, RunPlan
+from plait.rank import Rank
+from plait.report import Reporter
+from plait.state import Progress, run_state
+
+MAX_NORM = 1.0  # gradients are clipped to this global norm (GPT-3, Llama)
+BETAS = (0.9, 0.95)  # GPT-3, Llama
+WEIGHT_DECAY = 0.1  # GPT-3, Llama; matrices only
+EPS = 1e-8
+
+
+def train(plan: RunPlan, rank: Rank) -> None:
+    """Trains to `--steps` or until asked to stop; raises what went wrong. Collective over all ranks of the grid."""
+    rank.connect()
+    device_type = rank.device().type
+    alone = plan.world_size == 1
+    mesh = Mesh.single(device_type) if alone else Mesh.create(device_type=device_type, **plan.sizes)
+    Trainer(plan, rank, mesh).run()
+    rank.disconnect()
+
+
+class Trainer:
+    """What one rank holds of a run, and its loop."""
+
+    def __init__(self, plan: RunPlan, rank: Rank, mesh: Mesh) -> None:
+        config = plan.config
+        self.plan, self.rank, self.mesh = plan, rank, mesh
+        self.everyone = mesh.axis(*mesh.grid.names)
+        torch.manual_seed(config.seed)  # nothing of plait draws from it; user code may
+        stages = build_stages(
+            plan.model,
+            mesh,
+            plan.schedule,
+            seed=config.seed,
+            dtype=plan.dtype,
+            sequence_parallel=config.sequence_parallel,
+            recompute=config.recompute,
+            dropout=config.dropout,
+        )
+        self.dp = DataParallel(stages, mesh, zero=config.zero, **_tied(plan, mesh, stages))
+        self.optimizer = ShardedAdamW(self.dp, betas=BETAS, eps=EPS)
+        self.pipeline = Pipeline(stages, plan.schedule, mesh, data_parallel=self.dp)
+        self.learning_rate = LearningRate.over(config.lr_decay_steps, peak=config.lr)
+        self.positions = torch.arange(config.seq, device=mesh.device)
+        axis = mesh.axis("dp")
+        self.batches = Batches(
+            windows=plan.corpus.train_windows(config.seq),
+            global_batch=config.global_batch,
+            seed=config.seed,
+            dp=axis.size,
+            coord=axis.coord,
+            device=mesh.device,
+        )
+        self.progress = Progress(plan.model, config.seed, self.optimizer)
+        self.state = run_state(self.progress)
+        self.stall_s = 0.0  # since the last step ended
+        self.session = self._agree_on_session()
+        self.snapshots = Snapshots(
+            config.out,
+            keep_last=config.keep,
+            keep_every=config.keep_every,
+            grid=plan.sizes,
+            rank=mesh.rank,
+            world_size=mesh.world_size,
+            session=self.session,
+        )
+        self.reporter = Reporter(plan, rank, mesh.device) if mesh.rank == 0 else None
+
+    def _agree_on_session(self) -> int:
+        """A number that no other start of this run has, rank 0's on all ranks."""
+        session = torch.tensor([secrets.randbits(62)], device=self.mesh.device)
+        return int(collectives.broadcast(session, self.everyone))
+
+    def run(self) -> None:
+        """Restores, trains, evaluates, reports. The last state is durable before the evaluation begins."""
+        config, reporter = self.plan.config, self.reporter
+        with self.snapshots:
+            resumed = self.restore()
+            if reporter:
+                reporter.begin(self.progress.step, resumed)
+            stopping = self._steps()
+            self.snapshots.wait()
+        held_out_loss = None if stopping else self.evaluate()
+        if reporter:
+            reporter.durable(wait=True)
+            if stopping:
+                reporter.note(f"stopped at step {self.progress.step} of {config.steps}; it is saved")
+            reporter.close(self.progress.step, self.progress.tokens, held_out_loss)
+
+    def restore(self) -> str | None:
+        """Takes up the newest good snapshot or the one that was asked for; says which, None for a fresh start."""
+        config = self.plan.config
+        empty = self.snapshots.latest() is None
+        if config.from_ is not None and empty:
+            folder, step = split_source(config.from_)
+            place = dict(rank=self.mesh.rank, world_size=self.mesh.world_size, session=self.session + 1)
+            with Snapshots(folder, read_only=True, agreement_root=config.out, **place) as source:
+                restored = source.restore(self.state, step=step)
+        elif config.resume == "none" or (config.resume == "latest" and empty):
+            return None
+        else:
+            wanted = None if config.resume == "latest" else int(config.resume)
+            restored = self.snapshots.restore(self.state, step=wanted)
+        skipped = "".join(f"; passed over {name}: {reason}" for name, reason in restored.report.skipped)
+        grid = ", ".join(f"{name}={size}" for name, size in restored.report.saved_grid.items())
+        return f"{restored.report.folder}, saved on {grid}{skipped}"
+
+    def _steps(self) -> bool:
+        """Steps until the end or a stop, whose state is saved; returns whether it was a stop."""
+        config, stopping = self.plan.config, False
+        while self.progress.step < config.steps and not stopping:
+            stopping = self.step()
+            last = stopping or self.progress.step == config.steps
+            if last or self.progress.step % config.save_every == 0:
+                self.save(last=last)
+        return stopping
+
+    def step(self) -> bool:
+        """One optimizer step on the whole grid; returns whether all ranks stop after it.
+
+        Raises RuntimeError, on all ranks, when loss or gradient is not finite; the weights are then still those of the
+        step before.
+        """
+        started = time.perf_counter()
+        config, step = self.plan.config, self.progress.step
+        batch = self.batches.at(step)
+        lr = self.learning_rate.at(step)
+        self.dp.zero_grad()
+        inputs = batch.inputs(seed=config.seed, step=step, positions=self.positions)
+        result = self.pipeline.step(inputs, batch.targets, batch.num_tokens, metrics="local")
+        computed = time.perf_counter()
+        self.dp.finish()
+        loss, norm, stopping, busy_s = self._agree(result.loss)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise RuntimeError(f"step {step + 1}: loss {loss}, gradient norm {norm}; a lower --lr may help")
+        reduced = time.perf_counter()
+        factor = clip_factor(torch.tensor(norm, dtype=torch.float64), MAX_NORM)
+        self.optimizer.step(lr, WEIGHT_DECAY, float(factor))
+        self.progress.advance(config.global_batch, batch.num_tokens)
+        if self.reporter:
+            ended = time.perf_counter()
+            record = StepRecord(
+                step=self.progress.step,
+                loss=loss,
+                num_tokens=batch.num_tokens,
+                wall_s=ended - started + self.stall_s,
+                pipeline_s=computed - started,
+                exposed_s=reduced - computed,
+                stall_s=self.stall_s,
+                busy_s=busy_s,
+            )
+            self.reporter.step(record, norm, lr)
+        self.stall_s = 0.0
+        return stopping
+
+    def _agree(self, loss: torch.Tensor) -> tuple[float, float, bool, list[float]]:
+        """The step's one all-reduce over the grid: (mean loss, gradient norm, whether anyone was asked to stop, compute
+        seconds by rank). A loss counts once per tensor-parallel group, whose ranks all hold it."""
+        busy_s = sum(event.end - event.start for event in self.pipeline.timeline if event.action.op in COMPUTE)
+        message = torch.zeros(3 + self.mesh.world_size, dtype=torch.float64, device=self.mesh.device)
+        if self.mesh.axis("tp").coord == 0:
+            message[0] = loss
+        message[1] = self.dp.norm_squared()
+        message[2] = self.rank.stop.requested
+        message[3 + self.mesh.rank] = busy_s
+        collectives.all_reduce(message, self.everyone)
+        total, squares, stops, *by_rank = message.tolist()
+        return total, math.sqrt(squares), stops > 0.0, by_rank
+
+    def save(self, *, last: bool) -> None:
+        """Captures the state; it becomes durable while the next steps run. Raises what an earlier one failed with."""
+        handle = self.snapshots.save(self.progress.step, self.state, force=last)
+        self.stall_s += handle.stall_s
+        if self.reporter:
+            self.reporter.saving(self.progress.step, handle)
+
+    def evaluate(self) -> float:
+        """Mean loss per token of the first held-out batches: the same rows whatever the grid. Collective."""
+        config, axis = self.plan.config, self.mesh.axis("dp")
+        batches = held_out_batches(
+            self.plan.corpus.held_out_windows(config.seq),
+            global_batch=config.global_batch,
+            dp=axis.size,
+            coord=axis.coord,
+            max_rows=EVAL_BATCHES * config.global_batch,
+            device=self.mesh.device,
+        )
+        total, count = 0.0, 0.0
+        for batch in batches:
+            inputs = batch.inputs(seed=config.seed, step=self.progress.step, positions=self.positions)
+            result = self.pipeline.evaluate(inputs, batch.targets, batch.num_tokens)
+            total += float(result.loss) * batch.num_tokens
+            count += batch.num_tokens
+        return total / count
+
+
+def _tied(plan: RunPlan, mesh: Mesh, stages: Mapping[int, LlamaStage]) -> dict[str, Any]:
+    """Which of my stages hold a copy of the tied weight, and which ranks do; empty where there is one copy."""
+    schedule = plan.schedule
+    ends = (0, schedule.num_stages - 1)
+    if not plan.model.tied or schedule.num_stages == 1:
+        return {}
+    tied = {index: stages[index].embed.weight for index in ends if index in stages}
+    ranks = tuple(mesh.axis("pp").ranks[schedule.stage_to_rank[index]] for index in ends)
+    return {"tied": tied, "tied_ranks": ranks} if tied else {}
