@@ -49,8 +49,8 @@ class Pipeline:
 
     `stages` maps stage index to module, exactly the stages that the schedule places on this rank. A module has
     `forward(x: tuple, inputs: dict) -> tuple` with x = () on the first stage, and, unless it is the first,
-    `input_specs(inputs) -> tuple[TensorSpec, ...]` of what it takes; the last returns (loss_sum, count, extras), extras
-    a dict of 0-dim sums. All micro-batches of a step have the same shapes.
+    `input_specs(inputs) -> tuple[TensorSpec, ...]` of what it takes; the last returns (loss_sum, count, extras),
+    extras a dict of 0-dim sums. All micro-batches of a step have the same shapes.
 
     On a mesh whose pipeline axis has size 1 a schedule for several ranks runs whole on this rank. Construction is
     collective over the pipeline axis. Raises ScheduleError or ValueError before any message.
@@ -174,7 +174,7 @@ class Pipeline:
         """One step: forward and backward of all micro-batches; gradients are added to what is there.
 
         Every tensor of `inputs` whose dim 0 is that of `targets` (B) and whose key does not start with "shared_" is
-        split into M equal parts, as `targets` is; each stage gets them with "microbatch" and "targets" added. `divisor`
+        split into M equal parts, as `targets` is; stages get them with "microbatch" and "targets" added. `divisor`
         is the number of tokens that the loss is a mean over. metrics="mean": all ranks get the means over the whole
         mesh, by one all-reduce; "local": no message, each rank gets its own share (zero without the last stage).
         Raises ValueError when M does not divide B; ChannelError, ChannelTimeout when a peer disagrees or is gone.
@@ -293,7 +293,8 @@ def _split(inputs: Mapping[str, Any], targets: Tensor, num_microbatches: int) ->
     if rows % num_microbatches:
         raise ValueError(
             f"targets has {rows} rows, which {num_microbatches} micro-batches do not divide; all micro-batches "
-            f"must have the same number of rows, so use {rows - rows % num_microbatches} or {rows + -rows % num_microbatches}"
+            f"must have the same number of rows, so use {rows - rows % num_microbatches} or "
+            f"{rows + -rows % num_microbatches}"
         )
     size = rows // num_microbatches
     whole: dict[str, Any] = {}
