@@ -100,7 +100,7 @@ def attention_ref(
             samples = range(sample_offset, sample_offset + q.shape[0])
             heads = range(head_offset, head_offset + q.shape[2])
             keep = keep_mask_ref(
-                rng, dropout_p, samples, heads, range(rows.start, rows.stop), range(cols.start, cols.stop)
+                rng, dropout_p, samples, heads, range(rows.start, rows.stop), range(cols.stop - cols.start)
             )
             p = torch.where(keep, p / (1.0 - dropout_p), 0.0)
         out[:, rows] = (p @ vh).transpose(1, 2)
@@ -118,7 +118,7 @@ def forward(
     q, k, v, out_dtype = q.to(dtype), k.to(dtype), v.to(dtype), q.dtype
     if cu_q is None and _blocked_fits(q, k, v, sinks, docs[0], options):
         out, lse = _blocked_forward(q, k, v, options)
-        return out.to(out_dtype), lse
+        return out.to(out_dtype).contiguous(), lse
     out = torch.zeros(*q.shape[:3], v.shape[3], dtype=dtype, device=q.device)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=dtype, device=q.device)
     for doc in docs:
@@ -155,12 +155,16 @@ def backward(
         else:
             grads = _dense_backward(dout[:, rows], *piece, lse[:, :, rows], delta[:, :, rows], rng, doc, options)
         dq[:, rows], dk[:, cols], dv[:, cols] = grads
-    dsinks = lse.new_empty(0)
-    if sinks is not None:
-        dead = torch.isneginf(lse)
-        share = torch.exp(sinks.to(dtype).view(1, -1, 1) - lse.masked_fill(dead, 0.0)).masked_fill(dead, 0.0)
-        dsinks = -(share * delta).sum((0, 2)).to(sinks.dtype)
-    return dq.to(out_dtype), dk.to(out_dtype), dv.to(out_dtype), dsinks
+    return dq.to(out_dtype), dk.to(out_dtype), dv.to(out_dtype), sink_gradient(sinks, lse, delta)
+
+
+def sink_gradient(sinks: torch.Tensor | None, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """dsinks [H] = -sum over rows of exp(sink - lse) * delta, or an empty tensor without sinks."""
+    if sinks is None:
+        return lse.new_empty(0)
+    dead = torch.isneginf(lse)
+    share = torch.exp(sinks.to(lse.dtype).view(1, -1, 1) - lse.masked_fill(dead, 0.0)).masked_fill(dead, 0.0)
+    return -(share * delta).sum((0, 2)).to(sinks.dtype)
 
 
 def _blocked_fits(
@@ -194,7 +198,7 @@ def _blocked_forward(
         _heads_first(q), _widen(_heads_first(k), group), _widen(_heads_first(v), group),
         0.0, options.causal, scale=options.scale,
     )  # fmt: skip
-    return out.transpose(1, 2), lse
+    return out.transpose(1, 2), lse.contiguous()
 
 
 def _blocked_backward(
@@ -208,7 +212,7 @@ def _blocked_backward(
     )  # fmt: skip
     if group > 1:
         dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+    return dq.transpose(1, 2).contiguous(), dk.transpose(1, 2).contiguous(), dv.transpose(1, 2).contiguous()
 
 
 def _fold_queries(x: torch.Tensor, num_groups: int) -> torch.Tensor:
@@ -248,7 +252,10 @@ def _scores(
 def _keep_scale(
     rng: torch.Tensor | None, shape: torch.Size, doc: Document, options: Options, dtype: torch.dtype
 ) -> torch.Tensor:
-    """1 / (1 - p) where kept, else 0, for probabilities of `shape` [B, H, T, S]."""
+    """1 / (1 - p) where kept, else 0, for probabilities of `shape` [B, H, T, S].
+
+    Rows count in the packed batch, columns in their document, so that Triton's tiles start at multiples of four.
+    """
     assert rng is not None, "dropout without rng is refused by the public function"
     keep = keep_mask_ref(
         rng,
@@ -256,7 +263,7 @@ def _keep_scale(
         range(options.sample_offset, options.sample_offset + shape[0]),
         range(options.head_offset, options.head_offset + shape[1]),
         range(doc.rows.start, doc.rows.stop),
-        range(doc.cols.start, doc.cols.stop),
+        range(doc.cols.stop - doc.cols.start),
     )
     return keep.to(dtype).mul_(1.0 / (1.0 - options.dropout_p))
 

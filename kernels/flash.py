@@ -16,7 +16,16 @@ import torch
 from plait.kernels import attention_plain
 from plait.kernels.attention_plain import Options
 from plait.kernels.dropout_op import check_rng
-from plait.kernels.launch import below_autograd, check, check_device, check_floating, compute_dtype, register
+from plait.kernels.flash_launch import launch_backward, launch_forward
+from plait.kernels.launch import (
+    below_autograd,
+    check,
+    check_device,
+    check_floating,
+    compute_dtype,
+    register,
+    use_triton,
+)
 
 _MAX_HEAD_DIM = 256
 _OPTIONS = (
@@ -26,10 +35,14 @@ _OPTIONS = (
 
 
 def _forward(q, k, v, sinks, rng, cu_q, cu_k, *options):
+    if use_triton(q):
+        return launch_forward(q, k, v, sinks, rng, cu_q, cu_k, Options(*options))
     return attention_plain.forward(q, k, v, sinks, rng, cu_q, cu_k, Options(*options))
 
 
 def _backward(dout, dlse, q, k, v, out, lse, sinks, rng, cu_q, cu_k, *options):
+    if use_triton(q):
+        return launch_backward(dout, dlse, q, k, v, out, lse, sinks, rng, cu_q, cu_k, Options(*options))
     return attention_plain.backward(dout, dlse, q, k, v, out, lse, sinks, rng, cu_q, cu_k, Options(*options))
 
 

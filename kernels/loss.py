@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from plait.kernels.launch import below_autograd, check, check_device, check_floating, compute_dtype, register
+from plait.kernels.launch import check, check_device, check_floating, compute_dtype, register
 
 AllReduce = Callable[[torch.Tensor, str], torch.Tensor]
 # Logits that exist at one time: 2^24 is 64 MiB in fp32, small beside the weight of a 128k vocabulary (derived).
@@ -282,8 +282,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, target, ignore_index, label_smoothing, z_loss, softcap):
-        with below_autograd():
-            lse, hit, total = merge_stats(_ce_stats(logits, target, softcap))
+        lse, hit, total = merge_stats(_ce_stats(logits, target, softcap))
         counts = target != ignore_index
         ctx.save_for_backward(logits, target, lse, counts)
         ctx.options = (label_smoothing, z_loss, softcap)
@@ -305,8 +304,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, target, ignore_index, options, num_classes, vocab_start, all_reduce):
         label_smoothing, z_loss, softcap = options
-        with below_autograd():
-            lse, hit, total = merge_stats(_stats(x, weight, target, vocab_start, softcap), all_reduce)
+        lse, hit, total = merge_stats(_stats(x, weight, target, vocab_start, softcap), all_reduce)
         counts = target != ignore_index
         ctx.save_for_backward(x, weight, target, lse, counts)
         ctx.options = dict(

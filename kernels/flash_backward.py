@@ -1,0 +1,295 @@
+"""Triton: attention backward in three kernels, no atomics. Maths and names: see flash.py; tiles: flash_forward.py.
+
+delta = dout . out - dlse per row; then dq, one program per tile of queries walking its keys; then dk and dv, one
+program per tile of keys walking the queries that see it, over all heads of its group in order. Both compute the
+scores again from q, k and lse. In the third kernel tiles are transposed, [BLOCK_COL, BLOCK_ROW]: probabilities are
+then the left operand of their products as they are.
+"""
+
+import triton
+import triton.language as tl
+
+from plait.kernels.flash_forward import bound_scores, find_tile, key_range, load_rows, store_rows, visible
+from plait.kernels.philox import philox_keep, philox_load_key
+
+
+@triton.jit
+def attention_delta_kernel(
+    dout_ptr, out_ptr, dlse_ptr, delta_ptr,
+    stride_dout_batch, stride_dout_token, stride_dout_head, stride_dout_dim,
+    stride_dlse_batch, stride_dlse_head, stride_dlse_token, num_tokens, num_heads,
+    HAS_DLSE: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROW: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, heads, batch). out is contiguous [B, T, H, Kv], delta [B, H, T]."""
+    head = tl.program_id(1).to(tl.int64)
+    batch = tl.program_id(2).to(tl.int64)
+    rows = tl.program_id(0) * BLOCK_ROW + tl.arange(0, BLOCK_ROW)
+    dout_ptr += batch * stride_dout_batch + head * stride_dout_head
+    out_ptr += (batch * num_tokens * num_heads + head) * VALUE_DIM
+    dout = load_rows(dout_ptr, rows, num_tokens, stride_dout_token, stride_dout_dim, VALUE_DIM, BLOCK_VALUE)
+    out = load_rows(out_ptr, rows, num_tokens, num_heads * VALUE_DIM, 1, VALUE_DIM, BLOCK_VALUE)
+    delta = tl.sum(dout.to(COMPUTE) * out.to(COMPUTE), 1)
+    if HAS_DLSE:
+        dlse_ptr += batch * stride_dlse_batch + head * stride_dlse_head
+        delta -= tl.load(dlse_ptr + rows.to(tl.int64) * stride_dlse_token, mask=rows < num_tokens, other=0.0)
+    tl.store(delta_ptr + (batch * num_heads + head) * num_tokens + rows, delta, mask=rows < num_tokens)
+
+
+@triton.jit
+def load_lse(lse_ptr, rows, num_rows):
+    """lse in base 2; +inf for rows that see nothing or do not exist, so that their probabilities are 0."""
+    lse = tl.load(lse_ptr + rows, mask=rows < num_rows, other=float("-inf"))
+    return tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+
+
+@triton.jit
+def _query_gradient(
+    dq, q, dout, lse, delta, k_ptr, v_ptr, stride_k_token, stride_k_dim, stride_v_token, stride_v_dim,
+    rows, num_rows, num_cols, low, high, window, pre_scale, post_scale,
+    key_low, key_high, sample, head, counter_rows, threshold, keep_scale,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_HEAD: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    BLOCK_COL: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Adds ds k over keys [low, high) to dq (without the scale)."""
+    for first_col in range(low, high, BLOCK_COL):
+        cols = first_col + tl.arange(0, BLOCK_COL)
+        k = load_rows(k_ptr, cols, num_cols, stride_k_token, stride_k_dim, HEAD_DIM, BLOCK_HEAD)
+        v = load_rows(v_ptr, cols, num_cols, stride_v_token, stride_v_dim, VALUE_DIM, BLOCK_VALUE)
+        products = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=COMPUTE)  # [BLOCK_ROW, BLOCK_COL]
+        scores, bounded = bound_scores(products, pre_scale, post_scale, SOFTCAP)
+        p = tl.exp2(scores - lse[:, None])
+        if MASKED:
+            p = tl.where(visible(rows, cols, num_rows, num_cols, window, CAUSAL, WINDOW), p, 0.0)
+        dp = tl.dot(dout, tl.trans(v), input_precision="ieee", out_dtype=COMPUTE)
+        if DROPOUT:
+            keep = philox_keep(key_low, key_high, sample, head, counter_rows, first_col, threshold, BLOCK_COL)
+            dp = tl.where(keep, dp * keep_scale, 0.0)
+        ds = p * (dp - delta[:, None])
+        if SOFTCAP:
+            ds *= 1.0 - bounded * bounded
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee", out_dtype=COMPUTE)
+    return dq
+
+
+@triton.jit
+def attention_query_gradient_kernel(
+    dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, rng_ptr, cu_q_ptr, cu_k_ptr, dq_ptr,
+    stride_dout_batch, stride_dout_token, stride_dout_head, stride_dout_dim,
+    stride_q_batch, stride_q_token, stride_q_head, stride_q_dim,
+    stride_k_batch, stride_k_token, stride_k_head, stride_k_dim,
+    stride_v_batch, stride_v_token, stride_v_head, stride_v_dim,
+    num_tokens, num_keys, num_heads, group, num_docs, window, scale, pre_scale, post_scale,
+    threshold, keep_scale, head_offset, sample_offset,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
+    PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_HEAD: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, BLOCK_ROW: tl.constexpr, BLOCK_COL: tl.constexpr, BLOCK_DOCS: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, heads, batch). dq is contiguous [B, T, H, K]."""
+    head = tl.program_id(1)
+    batch = tl.program_id(2)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    first_row, row_start, num_rows, col_start, num_cols = find_tile(
+        cu_q_ptr, cu_k_ptr, num_tokens, num_keys, num_docs, tile, PACKED, BLOCK_ROW, BLOCK_DOCS
+    )
+    if first_row < num_rows:
+        batch_64 = batch.to(tl.int64)
+        head_64 = head.to(tl.int64)
+        kv_head = (head // group).to(tl.int64)
+        row_64 = tl.zeros((), tl.int64) + row_start
+        col_64 = tl.zeros((), tl.int64) + col_start
+        dout_ptr += batch_64 * stride_dout_batch + head_64 * stride_dout_head + row_64 * stride_dout_token
+        q_ptr += batch_64 * stride_q_batch + head_64 * stride_q_head + row_64 * stride_q_token
+        k_ptr += batch_64 * stride_k_batch + kv_head * stride_k_head + col_64 * stride_k_token
+        v_ptr += batch_64 * stride_v_batch + kv_head * stride_v_head + col_64 * stride_v_token
+        dq_ptr += ((batch_64 * num_tokens + row_64) * num_heads + head_64) * HEAD_DIM
+        stats = (batch_64 * num_heads + head_64) * num_tokens + row_64
+
+        rows = first_row + tl.arange(0, BLOCK_ROW)
+        q = load_rows(q_ptr, rows, num_rows, stride_q_token, stride_q_dim, HEAD_DIM, BLOCK_HEAD)
+        dout = load_rows(dout_ptr, rows, num_rows, stride_dout_token, stride_dout_dim, VALUE_DIM, BLOCK_VALUE)
+        lse = load_lse(lse_ptr + stats, rows, num_rows)
+        delta = tl.load(delta_ptr + stats + rows, mask=rows < num_rows, other=0.0)
+        dq = tl.zeros([BLOCK_ROW, BLOCK_HEAD], COMPUTE)
+        key_low, key_high = 0, 0
+        if DROPOUT:
+            key_low, key_high = philox_load_key(rng_ptr)
+        sample = batch + sample_offset
+        counter_head = head + head_offset
+        counter_rows = row_start + rows
+        low, full_low, full_high, high = key_range(
+            first_row, num_rows, num_cols, window, CAUSAL, WINDOW, BLOCK_ROW, BLOCK_COL
+        )
+        if WINDOW:
+            dq = _query_gradient(
+                dq, q, dout, lse, delta, k_ptr, v_ptr, stride_k_token, stride_k_dim, stride_v_token, stride_v_dim,
+                rows, num_rows, num_cols, low, full_low, window, pre_scale, post_scale,
+                key_low, key_high, sample, counter_head, counter_rows, threshold, keep_scale,
+                CAUSAL, WINDOW, SOFTCAP, DROPOUT, True, HEAD_DIM, VALUE_DIM, BLOCK_HEAD, BLOCK_VALUE, BLOCK_COL,
+                COMPUTE,
+            )  # fmt: skip
+        dq = _query_gradient(
+            dq, q, dout, lse, delta, k_ptr, v_ptr, stride_k_token, stride_k_dim, stride_v_token, stride_v_dim,
+            rows, num_rows, num_cols, full_low, full_high, window, pre_scale, post_scale,
+            key_low, key_high, sample, counter_head, counter_rows, threshold, keep_scale,
+            CAUSAL, WINDOW, SOFTCAP, DROPOUT, False, HEAD_DIM, VALUE_DIM, BLOCK_HEAD, BLOCK_VALUE, BLOCK_COL,
+            COMPUTE,
+        )  # fmt: skip
+        dq = _query_gradient(
+            dq, q, dout, lse, delta, k_ptr, v_ptr, stride_k_token, stride_k_dim, stride_v_token, stride_v_dim,
+            rows, num_rows, num_cols, full_high, high, window, pre_scale, post_scale,
+            key_low, key_high, sample, counter_head, counter_rows, threshold, keep_scale,
+            CAUSAL, WINDOW, SOFTCAP, DROPOUT, True, HEAD_DIM, VALUE_DIM, BLOCK_HEAD, BLOCK_VALUE, BLOCK_COL,
+            COMPUTE,
+        )  # fmt: skip
+        store_rows(dq_ptr, dq * scale, rows, num_rows, num_heads * HEAD_DIM, HEAD_DIM, BLOCK_HEAD)
+
+
+@triton.jit
+def row_range(
+    first_col, num_rows, num_cols, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_ROW: tl.constexpr, BLOCK_COL: tl.constexpr,
+):  # fmt: skip
+    """(low, full_low, full_high, high) of the rows that see a tile of keys: the transpose of `key_range`."""
+    first = first_col - (num_cols - num_rows)  # the row whose diagonal is the tile's first key
+    low = 0
+    full_low = 0
+    high = num_rows
+    full_high = num_rows
+    if CAUSAL:
+        low = tl.maximum(first, 0)
+        full_low = tl.maximum(first + BLOCK_COL - 1, 0)
+    if WINDOW:
+        high = tl.minimum(high, first + BLOCK_COL - 1 + window)
+        full_high = tl.minimum(full_high, first + window)
+        if not CAUSAL:
+            low = tl.maximum(first - window + 1, 0)
+            full_low = tl.maximum(first + BLOCK_COL - window, 0)
+    low = low // BLOCK_ROW * BLOCK_ROW
+    full_low = (full_low + BLOCK_ROW - 1) // BLOCK_ROW * BLOCK_ROW
+    high = tl.maximum(high, 0)
+    full_high = tl.maximum(full_high, 0) // BLOCK_ROW * BLOCK_ROW
+    end = (high + BLOCK_ROW - 1) // BLOCK_ROW * BLOCK_ROW
+    low = tl.minimum(low, end)
+    full_low = tl.minimum(tl.maximum(full_low, low), end)
+    full_high = tl.minimum(tl.maximum(full_high, full_low), end)
+    return low, full_low, full_high, high
+
+
+@triton.jit
+def _key_gradient(
+    dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr,
+    stride_q_token, stride_q_dim, stride_dout_token, stride_dout_dim,
+    cols, first_col, num_rows, num_cols, low, high, window, pre_scale, post_scale,
+    key_low, key_high, sample, head, row_start, threshold, keep_scale,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_HEAD: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    BLOCK_ROW: tl.constexpr, BLOCK_COL: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Adds ds^T q (without the scale) and p^T dout over rows [low, high) to dk and dv."""
+    for first_row in range(low, high, BLOCK_ROW):
+        rows = first_row + tl.arange(0, BLOCK_ROW)
+        q = load_rows(q_ptr, rows, num_rows, stride_q_token, stride_q_dim, HEAD_DIM, BLOCK_HEAD)
+        dout = load_rows(dout_ptr, rows, num_rows, stride_dout_token, stride_dout_dim, VALUE_DIM, BLOCK_VALUE)
+        lse = load_lse(lse_ptr, rows, num_rows)
+        delta = tl.load(delta_ptr + rows, mask=rows < num_rows, other=0.0)
+        products = tl.dot(k, tl.trans(q), input_precision="ieee", out_dtype=COMPUTE)  # [BLOCK_COL, BLOCK_ROW]
+        scores, bounded = bound_scores(products, pre_scale, post_scale, SOFTCAP)
+        p = tl.exp2(scores - lse[None, :])
+        if MASKED:
+            p = tl.where(tl.trans(visible(rows, cols, num_rows, num_cols, window, CAUSAL, WINDOW)), p, 0.0)
+        dp = tl.dot(v, tl.trans(dout), input_precision="ieee", out_dtype=COMPUTE)
+        dropped = p
+        if DROPOUT:
+            counter_rows = row_start + rows
+            keep = tl.trans(
+                philox_keep(key_low, key_high, sample, head, counter_rows, first_col, threshold, BLOCK_COL)
+            )
+            dropped = tl.where(keep, p * keep_scale, 0.0)
+            dp = tl.where(keep, dp * keep_scale, 0.0)
+        dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision="ieee", out_dtype=COMPUTE)
+        ds = p * (dp - delta[None, :])
+        if SOFTCAP:
+            ds *= 1.0 - bounded * bounded
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee", out_dtype=COMPUTE)
+    return dk, dv
+
+
+@triton.jit
+def attention_key_gradient_kernel(
+    dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, rng_ptr, cu_q_ptr, cu_k_ptr, dk_ptr, dv_ptr,
+    stride_dout_batch, stride_dout_token, stride_dout_head, stride_dout_dim,
+    stride_q_batch, stride_q_token, stride_q_head, stride_q_dim,
+    stride_k_batch, stride_k_token, stride_k_head, stride_k_dim,
+    stride_v_batch, stride_v_token, stride_v_head, stride_v_dim,
+    num_tokens, num_keys, num_heads, group, num_docs, window, scale, pre_scale, post_scale,
+    threshold, keep_scale, head_offset, sample_offset,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
+    PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_HEAD: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, BLOCK_ROW: tl.constexpr, BLOCK_COL: tl.constexpr, BLOCK_DOCS: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of keys, key heads, batch). dk and dv are contiguous [B, S, KV, K or Kv]."""
+    kv_head = tl.program_id(1)
+    batch = tl.program_id(2)
+    first_col, col_start, num_cols, row_start, num_rows = find_tile(
+        cu_k_ptr, cu_q_ptr, num_keys, num_tokens, num_docs, tl.program_id(0), PACKED, BLOCK_COL, BLOCK_DOCS
+    )
+    if first_col < num_cols:
+        batch_64 = batch.to(tl.int64)
+        kv_64 = kv_head.to(tl.int64)
+        row_64 = tl.zeros((), tl.int64) + row_start
+        col_64 = tl.zeros((), tl.int64) + col_start
+        num_kv_heads = num_heads // group
+        k_ptr += batch_64 * stride_k_batch + kv_64 * stride_k_head + col_64 * stride_k_token
+        v_ptr += batch_64 * stride_v_batch + kv_64 * stride_v_head + col_64 * stride_v_token
+        place = (batch_64 * num_keys + col_64) * num_kv_heads + kv_64
+        cols = first_col + tl.arange(0, BLOCK_COL)
+        k = load_rows(k_ptr, cols, num_cols, stride_k_token, stride_k_dim, HEAD_DIM, BLOCK_HEAD)
+        v = load_rows(v_ptr, cols, num_cols, stride_v_token, stride_v_dim, VALUE_DIM, BLOCK_VALUE)
+        dk = tl.zeros([BLOCK_COL, BLOCK_HEAD], COMPUTE)
+        dv = tl.zeros([BLOCK_COL, BLOCK_VALUE], COMPUTE)
+        key_low, key_high = 0, 0
+        if DROPOUT:
+            key_low, key_high = philox_load_key(rng_ptr)
+        sample = batch + sample_offset
+        low, full_low, full_high, high = row_range(
+            first_col, num_rows, num_cols, window, CAUSAL, WINDOW, BLOCK_ROW, BLOCK_COL
+        )
+        for member in range(group):
+            head = kv_head * group + member
+            head_64 = head.to(tl.int64)
+            q_head = q_ptr + batch_64 * stride_q_batch + head_64 * stride_q_head + row_64 * stride_q_token
+            dout_head = dout_ptr + batch_64 * stride_dout_batch + head_64 * stride_dout_head
+            dout_head += row_64 * stride_dout_token
+            stats = (batch_64 * num_heads + head_64) * num_tokens + row_64
+            dk, dv = _key_gradient(
+                dk, dv, k, v, q_head, dout_head, lse_ptr + stats, delta_ptr + stats,
+                stride_q_token, stride_q_dim, stride_dout_token, stride_dout_dim,
+                cols, first_col, num_rows, num_cols, low, full_low, window, pre_scale, post_scale,
+                key_low, key_high, sample, head + head_offset, row_start, threshold, keep_scale,
+                CAUSAL, WINDOW, SOFTCAP, DROPOUT, True, HEAD_DIM, VALUE_DIM, BLOCK_HEAD, BLOCK_VALUE,
+                BLOCK_ROW, BLOCK_COL, COMPUTE,
+            )  # fmt: skip
+            dk, dv = _key_gradient(
+                dk, dv, k, v, q_head, dout_head, lse_ptr + stats, delta_ptr + stats,
+                stride_q_token, stride_q_dim, stride_dout_token, stride_dout_dim,
+                cols, first_col, num_rows, num_cols, full_low, full_high, window, pre_scale, post_scale,
+                key_low, key_high, sample, head + head_offset, row_start, threshold, keep_scale,
+                CAUSAL, WINDOW, SOFTCAP, DROPOUT, False, HEAD_DIM, VALUE_DIM, BLOCK_HEAD, BLOCK_VALUE,
+                BLOCK_ROW, BLOCK_COL, COMPUTE,
+            )  # fmt: skip
+            dk, dv = _key_gradient(
+                dk, dv, k, v, q_head, dout_head, lse_ptr + stats, delta_ptr + stats,
+                stride_q_token, stride_q_dim, stride_dout_token, stride_dout_dim,
+                cols, first_col, num_rows, num_cols, full_high, high, window, pre_scale, post_scale,
+                key_low, key_high, sample, head + head_offset, row_start, threshold, keep_scale,
+                CAUSAL, WINDOW, SOFTCAP, DROPOUT, True, HEAD_DIM, VALUE_DIM, BLOCK_HEAD, BLOCK_VALUE,
+                BLOCK_ROW, BLOCK_COL, COMPUTE,
+            )  # fmt: skip
+        store_rows(
+            dk_ptr + place * HEAD_DIM, dk * scale, cols, num_cols, num_kv_heads * HEAD_DIM, HEAD_DIM, BLOCK_HEAD
+        )
+        store_rows(dv_ptr + place * VALUE_DIM, dv, cols, num_cols, num_kv_heads * VALUE_DIM, VALUE_DIM, BLOCK_VALUE)

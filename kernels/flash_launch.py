@@ -1,0 +1,149 @@
+"""Launchers of the attention kernels: tile tables, outputs, grids. No autograd, no checks (flash.py has both)."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from plait.kernels.attention_plain import Options, sink_gradient
+from plait.kernels.flash_backward import (
+    attention_delta_kernel,
+    attention_key_gradient_kernel,
+    attention_query_gradient_kernel,
+)
+from plait.kernels.flash_forward import attention_forward_kernel
+from plait.kernels.launch import from_table, next_power_of_two, triton_dtype
+from plait.kernels.philox import keep_threshold
+
+
+class Tile(NamedTuple):
+    """Rows and columns of one step, and how it is launched."""
+
+    block_row: int
+    block_col: int
+    num_warps: int
+    num_stages: int
+
+
+# (largest padded head dim, tile) for 16-bit inputs. Compiled offline for sm_90 without spills (triton 3.9); the
+# interpreter takes the same rows. Not yet timed on a card.
+FORWARD_TILES = ((64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 8, 2)))
+QUERY_TILES = ((64, Tile(128, 64, 8, 3)), (128, Tile(128, 32, 8, 2)), (256, Tile(64, 32, 8, 1)))
+KEY_TILES = ((64, Tile(64, 128, 8, 2)), (128, Tile(32, 128, 8, 2)), (256, Tile(32, 64, 8, 1)))
+# fp32 operands take twice the shared memory and run on the CUDA cores.
+WIDE_TILES = ((64, Tile(32, 32, 4, 1)), (256, Tile(16, 16, 4, 1)))
+_DELTA_ROWS = 64
+
+
+def tile_of(table: Any, q: torch.Tensor, v: torch.Tensor) -> Tile:
+    """The table's row for these tensors; wide dtypes have a table of their own."""
+    width = max(q.shape[3], v.shape[3])
+    return from_table(table if q.element_size() == 2 else WIDE_TILES, width)
+
+
+def switches(q: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor | None, options: Options) -> dict[str, Any]:
+    """The compile-time arguments that all kernels share."""
+    return {
+        "CAUSAL": options.causal,
+        "WINDOW": options.window > 0,
+        "SOFTCAP": options.softcap > 0.0,
+        "DROPOUT": options.dropout_p > 0.0,
+        "PACKED": cu_q is not None,
+        "HEAD_DIM": q.shape[3],
+        "VALUE_DIM": v.shape[3],
+        "BLOCK_HEAD": max(16, next_power_of_two(q.shape[3])),
+        "BLOCK_VALUE": max(16, next_power_of_two(v.shape[3])),
+        "BLOCK_DOCS": 1 if cu_q is None else next_power_of_two(cu_q.shape[0] - 1),
+        "COMPUTE": triton_dtype(q.dtype),
+    }
+
+
+def _scales(options: Options) -> tuple[float, float]:
+    """(factor before the softcap, factor after it): together they give scores in base 2."""
+    log2_e = 1.0 / math.log(2.0)
+    if options.softcap:
+        return options.scale / options.softcap, options.softcap * log2_e
+    return options.scale * log2_e, 1.0
+
+
+def _randomness(options: Options) -> tuple[int, float, int, int]:
+    keep_scale = 1.0 / (1.0 - options.dropout_p)
+    return keep_threshold(options.dropout_p), keep_scale, options.head_offset, options.sample_offset
+
+
+def _num_tiles(length: int, block: int, cu: torch.Tensor | None) -> int:
+    """Tiles of one batch row; packed, each document may add one that is not full."""
+    return triton.cdiv(length, block) + (0 if cu is None else cu.shape[0] - 1)
+
+
+def launch_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, rng: torch.Tensor | None,
+    cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, options: Options,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(out [B, T, H, Kv], lse [B, H, T])."""
+    batch, num_tokens, num_heads, _ = q.shape
+    compute = torch.float64 if q.dtype is torch.float64 else torch.float32
+    shape = (batch, num_tokens, num_heads, v.shape[3])
+    if cu_q is None:
+        out = torch.empty(shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(batch, num_heads, num_tokens, dtype=compute, device=q.device)
+    else:  # rows past the last document are not visited
+        out = torch.zeros(shape, dtype=q.dtype, device=q.device)
+        lse = torch.full((batch, num_heads, num_tokens), float("-inf"), dtype=compute, device=q.device)
+    if not q.numel():
+        return out, lse
+    tile = tile_of(FORWARD_TILES, q, v)
+    num_docs = 1 if cu_q is None else cu_q.shape[0] - 1
+    attention_forward_kernel[(_num_tiles(num_tokens, tile.block_row, cu_q), num_heads, batch)](
+        q, k, v, q if sinks is None else sinks.contiguous(), q if rng is None else rng,
+        q if cu_q is None else cu_q, q if cu_k is None else cu_k, out, lse,
+        *q.stride(), *k.stride(), *v.stride(),
+        num_tokens, k.shape[1], num_heads, num_heads // k.shape[2], num_docs, options.window, *_scales(options),
+        *_randomness(options), SINKS=sinks is not None, BLOCK_ROW=tile.block_row, BLOCK_COL=tile.block_col,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **switches(q, v, cu_q, options),
+    )  # fmt: skip
+    return out, lse
+
+
+def launch_backward(
+    dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None, rng: torch.Tensor | None,
+    cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, options: Options,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dq, dk, dv, dsinks [H] or empty)."""
+    batch, num_tokens, num_heads, _ = q.shape
+    make = torch.empty if cu_q is None else torch.zeros
+    dq, dk, dv = (make(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    delta = torch.empty(lse.shape, dtype=lse.dtype, device=q.device)
+    if not q.numel():
+        dsinks = lse.new_empty(0) if sinks is None else torch.zeros_like(sinks)
+        return dq, dk.zero_(), dv.zero_(), dsinks
+    shared = switches(q, v, cu_q, options)
+    out, lse = out.contiguous(), lse.contiguous()
+    extra = lse if dlse is None else dlse
+    attention_delta_kernel[(triton.cdiv(num_tokens, _DELTA_ROWS), num_heads, batch)](
+        dout, out, extra, delta, *dout.stride(), *extra.stride(), num_tokens, num_heads,
+        HAS_DLSE=dlse is not None, VALUE_DIM=shared["VALUE_DIM"], BLOCK_VALUE=shared["BLOCK_VALUE"],
+        BLOCK_ROW=_DELTA_ROWS, COMPUTE=shared["COMPUTE"],
+    )  # fmt: skip
+    num_docs = 1 if cu_q is None else cu_q.shape[0] - 1
+    arguments = (
+        *dout.stride(), *q.stride(), *k.stride(), *v.stride(), num_tokens, k.shape[1], num_heads,
+        num_heads // k.shape[2], num_docs, options.window, options.scale, *_scales(options), *_randomness(options),
+    )  # fmt: skip
+    inputs = (
+        dout, q, k, v, lse, delta, q if rng is None else rng, q if cu_q is None else cu_q, q if cu_k is None else cu_k
+    )  # fmt: skip
+    tile = tile_of(QUERY_TILES, q, v)
+    attention_query_gradient_kernel[(_num_tiles(num_tokens, tile.block_row, cu_q), num_heads, batch)](
+        *inputs, dq, *arguments, BLOCK_ROW=tile.block_row, BLOCK_COL=tile.block_col,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **shared,
+    )  # fmt: skip
+    if k.numel():
+        tile = tile_of(KEY_TILES, q, v)
+        attention_key_gradient_kernel[(_num_tiles(k.shape[1], tile.block_col, cu_k), k.shape[2], batch)](
+            *inputs, dk, dv, *arguments, BLOCK_ROW=tile.block_row, BLOCK_COL=tile.block_col,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, **shared,
+        )  # fmt: skip
+    return dq, dk, dv, sink_gradient(sinks, lse, delta)
