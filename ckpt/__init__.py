@@ -7,13 +7,15 @@
         snapshots.restore({"model": model, "optimizer": optimizer, "step": 0})          # newest good one
 
 Knows no model and no grid: a tensor is a box of a named full tensor (`Sharded`, or a DTensor), or is on all ranks.
-The format is in docs/format.md. Reading order: box, values, state, layout, manifest, tables, capture, commit, reader, restore, keep, snapshots.
+The format is in docs/format.md. Reading order: box, values, state, layout, manifest, tables, capture, commit, reader,
+restore, keep, snapshots.
 """
 
 from plait.ckpt.errors import SnapshotDamaged, SnapshotError, SnapshotLocked, StateError
+from plait.ckpt.handle import Handle
 from plait.ckpt.optimizer import optimizer_state
 from plait.ckpt.restore import Report, Restored
-from plait.ckpt.snapshots import Handle, Snapshots
+from plait.ckpt.snapshots import Snapshots
 from plait.ckpt.state import PerRank, Sharded
 
 __all__ = [

@@ -1,8 +1,8 @@
 """Boxes: axis-aligned blocks of a full tensor, and the arithmetic that moves data from any grid to any grid.
 
-Pure integer maths, no tensors, no files. The one idea: whatever a rank holds (a shard, or a flat range of a shard) is a
-list of boxes of the full tensor, each of which lies contiguously, row-major, in what the rank holds. Saving, checking
-coverage and restoring are then all intersections of boxes.
+Pure integer maths, no tensors, no files. The one idea: whatever a rank holds (a shard, or a flat range of a shard) is
+a list of boxes of the full tensor, each of which lies contiguously, row-major, in what the rank holds. Saving,
+checking coverage and restoring are then all intersections of boxes.
 
 All offsets and shapes are in elements. A box of a 0-dim tensor is ((), ()), with one element. Empty boxes are legal.
 """

@@ -1,4 +1,5 @@
-"""Copies a state into the staging pool and describes what was copied. When `capture` returns, the caller may change anything.
+"""Copies a state into the staging pool and describes what was copied. When `capture` returns, the caller may change
+anything.
 
 Not a writer. The one idea: the pool has the layout of the data file, so that writing is one pass over it; the layout
 (and where each tensor lies in memory) is kept between saves and made anew as soon as anything about a tensor differs.
@@ -37,7 +38,10 @@ class Captured:
 
 @dataclass(frozen=True)
 class _Plan:
-    """A layout with the copies that fill the pool. Holds addresses and no tensors, so that it keeps no memory alive."""
+    """A layout with the copies that fill the pool.
+
+    Holds addresses and no tensors, so that it keeps no memory alive.
+    """
 
     signature: tuple[Any, ...]
     layout: DataLayout
@@ -57,7 +61,10 @@ class Capturer:
         self.pool: _C.StagingPool | None = self._new_pool(pool_bytes) if pool_bytes else None
 
     def capture(self, flat: Flat) -> Captured:
-        """Copies this rank's share of all tensors into the pool; encodes all values. StateError names what cannot be stored."""
+        """Copies this rank's share of all tensors into the pool; encodes all values.
+
+        StateError names what cannot be stored.
+        """
         objects = {name: encode(node.value, node.path) for name, node in flat.values.items()}
         per_rank = {name: encode(node.value, node.path, tensors=True) for name, node in flat.per_rank.items()}
         plan = self._planned(list(flat.tensors.values()))
@@ -113,7 +120,7 @@ class Capturer:
         return _Plan(signature, kept, aliases, tuple(direct), tuple(others))
 
     def _pool_of(self, num_bytes: int) -> _C.StagingPool:
-        """Returns the pool, grown when it is too small: the first save of a state pays, unless `pool_bytes` was given."""
+        """Returns the pool, grown when too small: the first save of a state pays, unless `pool_bytes` was given."""
         if self.pool is None or self.pool.capacity < num_bytes:
             if self.pool is not None:
                 self.pool.close()
@@ -150,23 +157,16 @@ class Capturer:
 
 
 def find_aliases(leaves: Sequence[Leaf]) -> dict[str, str]:
-    """Returns {name: name of the same memory}, the target being the first by name: same place, dtype, strides and box."""
+    """Returns {name: first name of the same memory}, where place, dtype, strides and box are the same."""
     first: dict[tuple[Any, ...], str] = {}
     aliases = {}
     for leaf in sorted(leaves, key=lambda leaf: leaf.name):
         if leaf.tensor.numel() == 0:
             continue
         tensor = leaf.tensor
-        key = (
-            tensor.device,
-            tensor.data_ptr(),
-            tensor.dtype,
-            tensor.shape,
-            tensor.stride(),
-            leaf.full_shape,
-            leaf.box,
-        )
-        key = (*key, leaf.flat, tensor.is_conj(), tensor.is_neg())
+        memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        lazy_bits = (tensor.is_conj(), tensor.is_neg())
+        key = (memory, lazy_bits, leaf.full_shape, leaf.box, leaf.flat)
         target = first.setdefault(key, leaf.name)
         if target != leaf.name:
             aliases[leaf.name] = target

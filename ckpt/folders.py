@@ -1,7 +1,8 @@
 """Names under a snapshot root, and what may be removed there.
 
 Not the content of any file. The one idea: every name follows one grammar (docs/format.md), and nothing that does not
-match it is ever touched; what is removed is renamed to `.trash-` first, so that a step folder is whole or has no step name.
+match it is ever touched; what is removed is renamed to `.trash-` first, so that a step folder is whole or has no step
+name.
 """
 
 from __future__ import annotations

@@ -34,7 +34,10 @@ class Policy:
             raise ValueError(f"keep_every={self.keep_every}: must be a positive number of steps")
 
     def given_up(self, valid: Sequence[StepFolder], written: StepFolder) -> list[StepFolder]:
-        """Returns those of `valid` (this run's, in any order) that may go now that `written` is durable. Oldest first."""
+        """Returns those of `valid` (this run's, in any order) that may go now that `written` is durable.
+
+        Oldest first.
+        """
         if self.keep_last is None:
             return []
         ours = sorted((f for f in valid if f[:2] <= written[:2]), reverse=True)

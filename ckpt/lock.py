@@ -1,7 +1,8 @@
 """LOCK: one writer job per snapshot root.
 
-Not a lease and no heartbeat: the kernel drops a dead owner's flock. The one idea: flock decides, the record inside names
-the owner for people, and its epoch, one higher at every change of owner, lets a commit see that it was replaced.
+Not a lease and no heartbeat: the kernel drops a dead owner's flock. The one idea: flock decides, the record inside
+names the owner for people, and its epoch, one higher at every change of owner, lets a commit see that it was
+replaced.
 """
 
 from __future__ import annotations
@@ -107,7 +108,10 @@ def describe_owner(record: dict[str, Any]) -> str:
 
 
 def owner_is_alive(record: dict[str, Any]) -> bool:
-    """True when the record's process runs on this machine now, and is not this one. Other machines cannot be asked."""
+    """True when the record's process runs on this machine now, and is not this one.
+
+    Other machines cannot be asked.
+    """
     here = _this_process()
     if record.get("host") != here["host"] or record.get("boot_id") != here["boot_id"]:
         return False

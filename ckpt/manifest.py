@@ -1,7 +1,8 @@
 """The JSON files of a snapshot as dataclasses: fragment, objects, manifest, run; strict both ways.
 
 Not the files' meaning across each other (commit.py and reader.py check that). The one idea: each file is one line of
-JSON and one line with its SHA-256, and a reader accepts exactly the fields and types declared here. Grammar: docs/format.md.
+JSON and one line with its SHA-256, and a reader accepts exactly the fields and types declared here. Grammar:
+docs/format.md.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def _is(kind: str, **more: Any) -> Any:
     return field(metadata={"kind": kind}, **more)
 
 
-def _has(part: type) -> Any:
-    return field(metadata={"kind": "list", "part": part})
+def _has(part: type, kind: str = "list") -> Any:
+    return field(metadata={"kind": kind, "part": part})
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class Fragment:
     attempt: str = _is("text")
     rank: int = _is("size")
     world_size: int = _is("size")
-    file: DataFile | None = field(metadata={"kind": "part?", "part": DataFile})
+    file: DataFile | None = _has(DataFile, "part?")
     pieces: tuple[Piece, ...] = _has(Piece)
     aliases: dict[str, str] = _is("names")
     objects: dict[str, Any] = _is("values")
@@ -177,7 +178,7 @@ def from_bytes(kind: type[T], data: bytes, where: str) -> T:
     except (ValueError, RecursionError) as error:
         raise SnapshotDamaged(f"{where}: is not JSON as written ({error})") from error
     record = _record(kind, raw, where)
-    wanted = FORMATS.get(kind)  # type: ignore[call-overload]
+    wanted = FORMATS.get(kind)
     if wanted is not None and record.format != wanted:  # type: ignore[attr-defined]
         raise SnapshotDamaged(f"{where}: format {raw['format']!r}; this plait reads {wanted!r}")
     return record

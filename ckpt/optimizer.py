@@ -53,5 +53,8 @@ class OptimizerState:
 
 
 def optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:
-    """Wraps an optimizer so that its state is stored by parameter name. StateError for parameters not in the model."""
+    """Wraps an optimizer so that its state is stored by parameter name.
+
+    StateError for parameters not in the model.
+    """
     return OptimizerState(model, optimizer)

@@ -1,7 +1,7 @@
 """Opens one snapshot and reads any part of any of its tensors, verified.
 
-Not the choice of a snapshot (restore.py). The one idea: nothing is believed before it is checked, from the outside in:
-manifest, sizes, fragments, coverage, and then the CRC32C of each block that is read.
+Not the choice of a snapshot (restore.py). The one idea: nothing is believed before it is checked, from the outside
+in: manifest, sizes, fragments, coverage, and then the CRC32C of each block that is read.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import os
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from plait import _C
-from plait.ckpt.box import Box, Shape, intersect, parts_of, spans, strides_of
-from plait.ckpt.errors import SnapshotDamaged, SnapshotError
+from plait.ckpt.box import Box
+from plait.ckpt.errors import SnapshotDamaged
 from plait.ckpt.folders import parse_step
 from plait.ckpt.manifest import (
     MANIFEST,
@@ -31,31 +31,8 @@ from plait.ckpt.manifest import (
     from_bytes,
     sha256,
 )
-from plait.ckpt.tables import Table, TensorEntry, build_table, check_covered
-
-MAX_GAP_BYTES = 64 << 10  # runs closer than this are read as one
-MAX_SPAN_BYTES = 16 << 20  # ... up to this much at once
-WINDOW_BYTES = 256 << 20  # host memory for spans that cannot go straight into their target
-
-
-class Target(NamedTuple):
-    """What is wanted: `tensor` is the box of the full tensor, or flat elements [a, b) of it. Filled in place."""
-
-    entry: TensorEntry
-    tensor: torch.Tensor
-    box: Box
-    flat: tuple[int, int] | None
-
-
-class _Move(NamedTuple):
-    """One span of a data file and the strided view of a target that takes it."""
-
-    file_offset: int
-    num_bytes: int
-    target: torch.Tensor
-    source_dtype: torch.dtype
-    source_strides: Shape
-    direct: bool
+from plait.ckpt.read_plan import WINDOW_BYTES, Move, Target, copy_bits, moves_of, round_up, windows
+from plait.ckpt.tables import Table, build_table, check_covered
 
 
 def read_manifest(io: _C.Io, folder: Path) -> Manifest:
@@ -129,15 +106,18 @@ class SnapshotReader:
         return from_bytes(Objects, self._small(OBJECTS), f"'{self.folder / OBJECTS}'").values
 
     def read(self, targets: Iterable[Target]) -> None:
-        """Fills all targets. Each block that they touch is read and verified once (per WINDOW_BYTES of scattered spans)."""
-        by_rank: dict[int, list[_Move]] = {}
+        """Fills all targets.
+
+        Each block that they touch is read and verified once (per WINDOW_BYTES of scattered spans).
+        """
+        by_rank: dict[int, list[Move]] = {}
         late: list[tuple[torch.Tensor, torch.Tensor]] = []
         for target in targets:
-            for rank, move in _moves(target, late):
+            for rank, move in moves_of(target, late):
                 by_rank.setdefault(rank, []).append(move)
         for rank in sorted(by_rank):
             moves = sorted(by_rank[rank], key=lambda move: move.file_offset)
-            for window in _windows(moves):
+            for window in windows(moves):
                 self._read_window(rank, window)
         for destination, filled in late:
             destination.copy_(filled.reshape(destination.shape))
@@ -168,8 +148,8 @@ class SnapshotReader:
                         damage.append(str(error))
         return damage
 
-    def _read_window(self, rank: int, moves: list[_Move]) -> None:
-        staged = sum(_round_up(move.num_bytes) for move in moves if not move.direct)
+    def _read_window(self, rank: int, moves: list[Move]) -> None:
+        staged = sum(round_up(move.num_bytes) for move in moves if not move.direct)
         window = torch.empty(staged, dtype=torch.uint8)
         requests, copies, at = [], [], 0
         for move in moves:
@@ -178,12 +158,12 @@ class SnapshotReader:
                 continue
             requests.append((move.file_offset, move.num_bytes, window.data_ptr() + at))
             copies.append((move, window[at : at + move.num_bytes]))
-            at += _round_up(move.num_bytes)
+            at += round_up(move.num_bytes)
         self._ranges(rank, requests)
         for move, staged_bytes in copies:
             typed = staged_bytes.view(move.source_dtype)
             view = torch.as_strided(typed, move.target.shape, move.source_strides, typed.storage_offset())
-            _copy_bits(move.target, view)
+            copy_bits(move.target, view)
 
     def _ranges(self, rank: int, requests: list[tuple[int, int, int]]) -> None:
         file = self.fragments[rank].file
@@ -200,7 +180,7 @@ class SnapshotReader:
                 threads=self._threads,
             )
         except _C.ChecksumError as error:
-            block = int(error.block)  # type: ignore[attr-defined]
+            block = int(error.block)
             raise SnapshotDamaged(f"{error}{self._tensors_at(rank, block, file)}") from error
         except OSError as error:
             raise SnapshotDamaged(f"'{path}' cannot be read: {error}") from error
@@ -237,70 +217,3 @@ class SnapshotReader:
             file.crc32c
         ):
             raise SnapshotDamaged(f"'{self.folder / entry.name}': its checksums are not those that the manifest says")
-
-
-def _moves(target: Target, late: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterable[tuple[int, _Move]]:
-    """Yields (rank, move) for all that a target needs. SnapshotError when the pieces leave a part of it unfilled."""
-    tensor = target.tensor
-    if target.flat is not None and not tensor.is_contiguous():
-        late.append((tensor, torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)))
-        tensor = late[-1][1]
-    item = target.entry.dtype.itemsize
-    filled = 0
-    for wanted in parts_of(target.box, target.flat):
-        view = tensor
-        if target.flat is not None:
-            view = tensor.reshape(-1)[wanted.start : wanted.start + wanted.box.numel].view(wanted.box.shape)
-        for source in target.entry.sources:
-            for held in source.parts:
-                common = intersect(held.box, wanted.box)
-                if common is None:
-                    continue
-                filled += common.numel
-                inside = common.shifted([-o for o in held.box.offset])
-                for span in spans(held.box.shape, inside, MAX_GAP_BYTES // item, MAX_SPAN_BYTES // item):
-                    to = span.box.shifted([h - w for h, w in zip(held.box.offset, wanted.box.offset, strict=True)])
-                    part = view[tuple(slice(o, o + n) for o, n in zip(to.offset, to.shape, strict=True))]
-                    offset = source.piece.file_offset + (held.start + span.start) * item
-                    yield source.rank, _move(offset, span.length, held.box.shape, part, target.entry.dtype)
-    if filled != tensor.numel():
-        raise SnapshotError(f"tensor {target.entry.name!r}: {filled} of {tensor.numel()} elements found")
-
-
-def _move(offset: int, length: int, held_shape: Shape, part: torch.Tensor, dtype: torch.dtype) -> _Move:
-    straight = part.device.type == "cpu" and part.dtype == dtype and part.is_contiguous() and length == part.numel()
-    straight = straight and not part.is_conj() and not part.is_neg()
-    return _Move(offset, length * dtype.itemsize, part, dtype, strides_of(held_shape), straight)
-
-
-def _windows(moves: list[_Move]) -> Iterable[list[_Move]]:
-    """Cuts moves so that the staged bytes of each window fit WINDOW_BYTES (or are one span)."""
-    window: list[_Move] = []
-    staged = 0
-    for move in moves:
-        need = 0 if move.direct else move.num_bytes
-        if window and staged + need > WINDOW_BYTES:
-            yield window
-            window, staged = [], 0
-        window.append(move)
-        staged += need
-    if window:
-        yield window
-
-
-def _round_up(num_bytes: int) -> int:
-    """Returns a multiple of the largest item, so that every staged span can be viewed in its dtype."""
-    return -(-num_bytes // 16) * 16
-
-
-_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies; between equal dtypes as integers of that size, so that no value is interpreted."""
-    plain = not target.is_conj() and not target.is_neg()
-    if target.dtype == source.dtype and plain and source.element_size() in _SAME_SIZE:
-        same = _SAME_SIZE[source.element_size()]
-        target.view(same).copy_(source.view(same))
-    else:
-        target.copy_(source)

@@ -1,7 +1,8 @@
 """Chooses a snapshot and brings a state back from it, onto any grid.
 
-Not the reading of bytes (reader.py). The one idea: names, shapes and dtypes are all checked before the first byte of a
-target changes; then the newest snapshot that every rank can read wins, and each one passed over is reported with its reason.
+Not the reading of bytes (reader.py). The one idea: names, shapes and dtypes are all checked before the first byte of
+a target changes; then the newest snapshot that every rank can read wins, and each one passed over is reported with
+its reason.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from plait.ckpt.capture import find_aliases
 from plait.ckpt.errors import SnapshotDamaged, SnapshotError, StateError
 from plait.ckpt.folders import StepFolder, step_folders
 from plait.ckpt.keep import reading
-from plait.ckpt.reader import SnapshotReader, Target, read_manifest
+from plait.ckpt.read_plan import Target
+from plait.ckpt.reader import SnapshotReader, read_manifest
 from plait.ckpt.state import Flat, flatten, rebuild
 from plait.ckpt.tables import TensorEntry
 from plait.ckpt.values import decode
@@ -50,8 +52,9 @@ class Report:
 
 @dataclass(frozen=True)
 class Restored:
-    """step: of the snapshot. report: what was done. values: the state as given, with tensors filled in place and numbers,
-    strings and PerRank values as they were saved (objects have already taken theirs by `load_state_dict`)."""
+    """step: of the snapshot. report: what was done. values: the state as given, with tensors filled in place and
+    numbers, strings and PerRank values as they were saved (objects have already taken theirs by
+    `load_state_dict`)."""
 
     step: int
     report: Report
@@ -60,7 +63,10 @@ class Restored:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the caller allows. Patterns are names with * and ?; cast: True, or patterns of tensors whose dtype may change."""
+    """What the caller allows.
+
+    Patterns are names with * and ?; cast: True, or patterns of tensors whose dtype may change.
+    """
 
     allow_missing: Sequence[str]
     allow_unexpected: Sequence[str]

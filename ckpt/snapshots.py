@@ -22,6 +22,7 @@ from plait.ckpt.capture import Captured, Capturer
 from plait.ckpt.commit import Writer, abort, await_commit, coordinate, post_error, publish_latest, write_part
 from plait.ckpt.errors import SnapshotError
 from plait.ckpt.folders import collect_garbage, parse_step, publish, remove_folder
+from plait.ckpt.handle import Handle
 from plait.ckpt.keep import Policy, retain
 from plait.ckpt.lock import RootLock
 from plait.ckpt.manifest import FORMATS, RUN, Run, from_bytes, to_bytes
@@ -29,55 +30,18 @@ from plait.ckpt.restore import Restored, Wanted, newest_valid, restore_state
 from plait.ckpt.state import flatten
 
 _RUN_BYTES = 4096
-
-
-class Handle:
-    """One save. `stall_s`: how long the training thread was held (waiting for the save before included: `waited_s`).
-    `nbytes`: what this rank writes. `durable_s`: from the call to the durable commit, None before. `folder`: once durable."""
-
-    def __init__(self, step: int, sequence: int) -> None:
-        self.step, self.sequence = step, sequence
-        self.stall_s = self.waited_s = 0.0
-        self.nbytes = 0
-        self.durable_s: float | None = None
-        self.folder: Path | None = None
-        self.began = time.monotonic()
-        self._finished = threading.Event()
-        self._error: BaseException | None = None
-        self._raised = False
-
-    def done(self) -> bool:
-        """True when the save is durable, or failed."""
-        return self._finished.is_set()
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Waits until durable; raises what went wrong. TimeoutError when it is still under way after `timeout_s`."""
-        if not self._finished.wait(timeout_s):
-            raise TimeoutError(f"the snapshot of step {self.step} is not durable after {timeout_s} s")
-        self.raise_once()
-
-    def raise_once(self) -> None:
-        """Raises the save's error unless it was raised before."""
-        if self._error is not None and not self._raised:
-            self._raised = True
-            raise self._error
-
-    def finish(self, folder: Path | None, error: BaseException | None) -> None:
-        """Called by the writing thread, last."""
-        self.folder, self._error = folder, error
-        if error is None:
-            self.durable_s = time.monotonic() - self.began
-        self._finished.set()
+_GRACE_S = 30.0  # how long a failing program still waits for other ranks to finish a save in flight
 
 
 class Snapshots:
     """Snapshots of one run under `root`.
 
-    keep_last, keep_every: retention (keep.Policy). rank, world_size, session: of this launch; `session` is any integer
-    equal on all ranks and new at every launch, needed when world_size > 1. grid: noted in the manifest. timeout_s: how long
-    a rank is waited for before it is named. pool_bytes: staging memory made (and faulted in) now instead of at the first
-    save. rate_limit: bytes per second for writing, 0 none. read_only: takes no LOCK, saves nothing. agreement_root: where ranks agree
-    during a restore, when they cannot write to `root`. io: the system calls (tests make them fail).
+    keep_last, keep_every: retention (keep.Policy). rank, world_size, session: of this launch; `session` is any
+    integer equal on all ranks and new at every launch, needed when world_size > 1. grid: noted in the manifest.
+    timeout_s: how long a rank is waited for before it is named. pool_bytes: staging memory made (and faulted in) now
+    instead of at the first save. rate_limit: bytes per second for writing, 0 none. read_only: takes no LOCK, saves
+    nothing. agreement_root: where ranks agree during a restore, when they cannot write to `root`. io: the system
+    calls (tests make them fail).
 
     Rank 0 takes the LOCK: SnapshotLocked names the owner when another job writes here. It also removes what dead
     attempts left behind. Make the object after any fork.
@@ -133,10 +97,10 @@ class Snapshots:
     def save(self, step: int, state: dict[str, Any], *, force: bool = False) -> Handle:
         """Captures `state` as it is now and returns; writing and commit go on in the background.
 
-        All ranks call it with the same step, in the same order. One save is in flight at a time: another one waits for
-        it (and is counted in `waits` unless `force`, which says that the wait is meant, as at the end of a run); skipping would leave
-        ranks with different ideas of what was saved. Raises an earlier save's error first, StateError for what cannot
-        be stored; nothing of this step is then written.
+        All ranks call it with the same step, in the same order. One save is in flight at a time: another one waits
+        for it (and is counted in `waits` unless `force`, which says that the wait is meant, as at the end of a run);
+        skipping would leave ranks with different ideas of what was saved. Raises an earlier save's error first,
+        StateError for what cannot be stored; nothing of this step is then written.
         """
         if self._read_only or self._capturer is None:
             raise SnapshotError(f"'{self.root}' was opened read-only, or is closed: nothing can be saved")
@@ -145,7 +109,7 @@ class Snapshots:
         began = time.monotonic()
         if self._last is not None and not self._last.done():
             self.waits += not force
-            self._last._finished.wait()
+            self._last.settle()
         waited_s = time.monotonic() - began
         self.check()
         self._sequence += 1
@@ -153,8 +117,8 @@ class Snapshots:
         try:
             captured = self._capturer.capture(flatten(state))
         except BaseException as error:
-            if self.world_size > 1:  # the others must not wait for this rank
-                post_error(self._writer, self._attempt(handle), str(error))
+            if self.world_size > 1:
+                self._tell(self._attempt(handle), error)
             raise
         handle.began, handle.waited_s, handle.nbytes = began, waited_s, captured.num_bytes
         self._start_thread()
@@ -174,11 +138,11 @@ class Snapshots:
     ) -> Restored:
         """Fills `state` from the newest snapshot that all ranks can read, or from that of `step`. See Restored.
 
-        All ranks call it together. Names are strict both ways: what only the state has, or only the snapshot (over all
-        ranks), is an error unless a pattern in `allow_missing` / `allow_unexpected` names it. Another dtype is an error unless
-        `cast` (True, or patterns) allows the conversion; another full shape always is. A damaged snapshot is passed over with
-        its reason in `report.skipped`. SnapshotError lists every candidate and why it was rejected; after an error that
-        was found while reading, tensors of the state may hold parts of a snapshot.
+        All ranks call it together. Names are strict both ways: what only the state has, or only the snapshot (over
+        all ranks), is an error unless a pattern in `allow_missing` / `allow_unexpected` names it. Another dtype is an
+        error unless `cast` (True, or patterns) allows the conversion; another full shape always is. A damaged
+        snapshot is passed over with its reason in `report.skipped`. SnapshotError lists every candidate and why it
+        was rejected; after an error that was found while reading, tensors of the state may hold parts of a snapshot.
         """
         self.wait()
         wanted = Wanted(tuple(allow_missing), tuple(allow_unexpected), cast if cast is not None else False)
@@ -199,8 +163,15 @@ class Snapshots:
         if self._last is not None and self._last.done():
             self._last.raise_once()
 
-    def close(self) -> None:
-        """Waits for the save in flight, ends the thread, lets go of memory and LOCK, then raises what is still to be raised."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """Waits for the save in flight, lets go of thread, memory and LOCK; raises what is still to be raised.
+
+        timeout_s: how long to wait for other ranks; after that the save in flight is given up. None: as long as a
+        save may.
+        """
+        if self._last is not None:
+            self._last.settle(timeout_s)
+        self._stop.set()
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()
@@ -221,7 +192,7 @@ class Snapshots:
             self.close()
             return
         try:
-            self.close()
+            self.close(timeout_s=_GRACE_S)
         except (SnapshotError, OSError) as later:
             error.add_note(f"and closing the snapshots failed: {later}")
 
@@ -258,33 +229,41 @@ class Snapshots:
         """The writing thread: one save after the other until None."""
         while (job := self._jobs.get()) is not None:
             handle, captured = job
-            folder, error = None, None
+            error: BaseException | None = None
             try:
-                folder = self._write(handle, captured)
+                self._write(handle, captured)
             except BaseException as caught:  # kept for the training thread
                 error = caught
-            handle.finish(folder, error)
+            handle.finish(error)
 
-    def _write(self, handle: Handle, captured: Captured) -> Path:
-        attempt = self._attempt(handle)
-        assert self._capturer is not None
+    def _write(self, handle: Handle, captured: Captured) -> None:
+        attempt, writer, capturer = self._attempt(handle), self._writer, self._capturer
+        assert capturer is not None
         if self.rank != 0:
             try:
-                write_part(self._writer, attempt, handle.step, captured, self._capturer)
+                write_part(writer, attempt, handle.step, captured, capturer)
             except BaseException as error:
-                post_error(self._writer, attempt, str(error))
+                self._tell(attempt, error)
                 raise
-            return await_commit(self._writer, attempt, handle.step)
+            handle.committed(await_commit(writer, attempt, handle.step))
+            return
         assert self._lock is not None
         try:
-            write_part(self._writer, attempt, handle.step, captured, self._capturer)
-            folder = coordinate(self._writer, attempt, handle.step, self._lock, self._run, self._grid)
+            write_part(writer, attempt, handle.step, captured, capturer)
+            folder = coordinate(writer, attempt, handle.step, self._lock, self._run, self._grid)
         except BaseException as error:
             self._abort(attempt, error)
             raise
-        publish_latest(self._writer, folder)
+        handle.committed(folder)
+        publish_latest(writer, folder)
         self._tidy(folder)
-        return folder
+
+    def _tell(self, attempt: str, error: BaseException) -> None:
+        """Tells the coordinator that this rank failed, so that nobody waits for it."""
+        try:
+            post_error(self._writer, attempt, str(error))
+        except OSError as later:  # then the coordinator's time limit names this rank
+            error.add_note(f"and the coordinator could not be told: {later}")
 
     def _abort(self, attempt: str, error: BaseException) -> None:
         try:
@@ -293,11 +272,10 @@ class Snapshots:
             error.add_note(f"and its remains could not be removed: {later}")
 
     def _tidy(self, folder: Path) -> None:
-        """After a commit: retention, and the remains of this launch's own failed attempts, which all ranks are past."""
+        """After a commit: retention, and the remains of this launch's failed attempts, which all ranks are past."""
         written = parse_step(folder)
         assert written is not None
         retain(self._io, self.root, self.policy, written, self._run, self._session)
         self._agreement.clear()
-        for path in self.root.glob(f".tmp-*-{self._session}-*"):
-            if "restore" not in path.name:
-                remove_folder(self._io, path)
+        for path in self.root.glob(f".tmp-[0-9]*-{self._session}-*"):
+            remove_folder(self._io, path)

@@ -1,8 +1,9 @@
 """What full training state is: a nested dict of tensors, shards, numbers, strings, and objects with `state_dict()`.
 
-Not a model's description: nothing here knows layers or grids. The one idea: a state is flattened once into tensors (each
-a box of a named full tensor), values equal on all ranks, and values of this rank alone; the same tree, walked again
-after a restore, gives everything back in its place. What cannot be stored is refused by its path before anything is copied.
+Not a model's description: nothing here knows layers or grids. The one idea: a state is flattened once into tensors
+(each a box of a named full tensor), values equal on all ranks, and values of this rank alone; the same tree, walked
+again after a restore, gives everything back in its place. What cannot be stored is refused by its path before
+anything is copied.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ Shape = tuple[int, ...]
 class Sharded:
     """A tensor that is the box (offset, shape) of a full tensor, or flat elements [a, b) of that box.
 
-    shape: of the box; default the tensor's own. With `flat=(a, b)` it must be given and the tensor has b - a elements.
-    replica: (index, count): `count` ranks hold exactly this box (or range); together they write it once.
+    shape: of the box; default the tensor's own. With `flat=(a, b)` it must be given and the tensor has b - a
+    elements. replica: (index, count): `count` ranks hold exactly this box (or range); together they write it once.
     """
 
     tensor: torch.Tensor
@@ -92,7 +93,8 @@ def flatten(state: Any, restoring: bool = False) -> Flat:
 
 
 def rebuild(node: Node, results: dict[str, Any]) -> Any:
-    """Returns the node's value after a restore: `results` by name, the template's own tensors, containers as they were.
+    """Returns the node's value after a restore: `results` by name, the template's own tensors, containers as they
+    were.
 
     Objects get `load_state_dict` with their part, in the order of the state.
     """
@@ -111,7 +113,10 @@ def rebuild(node: Node, results: dict[str, Any]) -> Any:
 
 
 def join(name: str, key: Any, path: str) -> str:
-    """Returns the name of a child: "~", "/" and "@" inside a key are escaped. StateError for keys that have no name."""
+    """Returns the name of a child: "~", "/" and "@" inside a key are escaped.
+
+    StateError for keys that have no name.
+    """
     if type(key) not in (str, int):
         raise StateError(f"{path} has the key {key!r}; keys must be strings or integers")
     text = str(key).replace("~", "~0").replace("/", "~1").replace("@", "~2")

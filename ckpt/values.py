@@ -1,7 +1,8 @@
-"""Plain Python values as JSON and back, exactly: what JSON cannot say is tagged, what has no meaning on disk is refused.
+"""Plain Python values as JSON and back, exactly: what JSON cannot say is tagged, what has no meaning on disk is
+refused.
 
-Not a pickle: only the types listed here exist, and reading creates nothing else. The one idea: floats are written in hex,
-so that every bit (of NaN too) comes back; the grammar is in docs/format.md.
+Not a pickle: only the types listed here exist, and reading creates nothing else. The one idea: floats are written in
+hex, so that every bit (of NaN too) comes back; the grammar is in docs/format.md.
 """
 
 from __future__ import annotations

@@ -1,0 +1,135 @@
+"""Bitwise comparison of two snapshots on full tensors, so that different grids compare.
+
+Not a tolerance check: equal means every bit. The one idea: both sides are read in the same slices of the full tensor,
+whatever their pieces are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import isnan, prod
+from pathlib import Path
+
+import torch
+
+from plait import _C
+from plait.ckpt.box import Box
+from plait.ckpt.errors import SnapshotError
+from plait.ckpt.folders import parse_step, step_folders
+from plait.ckpt.read_plan import Target
+from plait.ckpt.reader import SnapshotReader
+from plait.ckpt.restore import newest_valid
+from plait.ckpt.tables import TensorEntry
+from plait.ckpt.values import canonical
+
+SLICE_BYTES = 128 << 20  # of each side, held at once
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that differs. kind: only_a, only_b, layout (shape or dtype), bits, value, per_rank.
+
+    max_difference: None where one side is not a number.
+    """
+
+    name: str
+    kind: str
+    text: str
+    num_different: int = 0
+    max_difference: float | None = 0.0
+
+
+def find_snapshot(text: str) -> Path:
+    """Returns the step folder of "STEP_FOLDER", "RUN" (its newest valid one) or "RUN@STEP". SnapshotError if none."""
+    path = Path(text)
+    if parse_step(path) is not None:
+        return path
+    root, at, step = text.rpartition("@")
+    if at and step.isdigit() and Path(root).is_dir():
+        found = [folder for folder in step_folders(Path(root)) if folder.step == int(step)]
+        if not found:
+            raise SnapshotError(f"'{root}' has no snapshot of step {step}")
+        return found[0].path
+    newest = newest_valid(_C.PosixIo(), path)
+    if newest is None:
+        raise SnapshotError(f"'{text}' is neither a snapshot nor a run folder with a valid one")
+    return newest.path
+
+
+def compare(a: SnapshotReader, b: SnapshotReader) -> Iterator[Difference]:
+    """Yields every difference: tensors, then values, then what each rank holds alone (for equal numbers of ranks)."""
+    yield from _only(a.table.names, b.table.names)
+    for name in sorted(a.table.names & b.table.names):
+        found = _compare_tensor(name, a, b)
+        if found is not None:
+            yield found
+    yield from _only(set(a.values), set(b.values))
+    for name in sorted(a.values.keys() & b.values.keys()):
+        if canonical(a.values[name]) != canonical(b.values[name]):
+            text = f"{canonical(a.values[name])[:60]} against {canonical(b.values[name])[:60]}"
+            yield Difference(name, "value", text)
+    if len(a.fragments) != len(b.fragments):
+        return
+    for rank, (mine, theirs) in enumerate(zip(a.fragments, b.fragments, strict=True)):
+        for name in sorted(mine.per_rank.keys() | theirs.per_rank.keys()):
+            if canonical(mine.per_rank.get(name)) != canonical(theirs.per_rank.get(name)):
+                yield Difference(name, "per_rank", f"differs on rank {rank}")
+
+
+def _only(a: set[str], b: set[str]) -> Iterator[Difference]:
+    yield from (Difference(name, "only_a", "is in the first only") for name in sorted(a - b))
+    yield from (Difference(name, "only_b", "is in the second only") for name in sorted(b - a))
+
+
+def _compare_tensor(name: str, a: SnapshotReader, b: SnapshotReader) -> Difference | None:
+    mine, theirs = a.table.entry(name), b.table.entry(name)
+    if (mine.dtype, mine.full_shape) != (theirs.dtype, theirs.full_shape):
+        text = f"{mine.dtype} {mine.full_shape} against {theirs.dtype} {theirs.full_shape}"
+        return Difference(name, "layout", text)
+    different, largest = 0, 0.0
+    for box in slices(mine):
+        left, right = read_box(a, mine, box), read_box(b, theirs, box)
+        if _bits(left).equal(_bits(right)):
+            continue
+        rows = (_bits(left) != _bits(right)).any(dim=1)
+        different += int(rows.sum())
+        largest = _larger(largest, _largest(left.reshape(-1)[rows], right.reshape(-1)[rows]))
+    if not different:
+        return None
+    text = f"{different} of {prod(mine.full_shape)} elements, largest difference {largest:g}"
+    return Difference(name, "bits", text, different, None if isnan(largest) else largest)
+
+
+def slices(entry: TensorEntry) -> Iterator[Box]:
+    """Yields boxes along dim 0 that cover a tensor, each of at most SLICE_BYTES (or one row)."""
+    shape = entry.full_shape
+    if not shape or entry.num_bytes <= SLICE_BYTES:
+        yield Box((0,) * len(shape), shape)
+        return
+    rows = max(1, SLICE_BYTES * shape[0] // entry.num_bytes)
+    for first in range(0, shape[0], rows):
+        yield Box((first, *(0,) * (len(shape) - 1)), (min(rows, shape[0] - first), *shape[1:]))
+
+
+def read_box(reader: SnapshotReader, entry: TensorEntry, box: Box) -> torch.Tensor:
+    """Returns a box of a full tensor in new host memory."""
+    tensor = torch.empty(box.shape, dtype=entry.dtype)
+    reader.read([Target(entry, tensor, box, None)])
+    return tensor
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes, [elements, bytes of an element]."""
+    return tensor.reshape(-1, 1).view(torch.uint8)
+
+
+def _largest(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Returns the largest absolute difference as numbers; NaN where one side is not a number."""
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    return float((a.to(wide) - b.to(wide)).abs().max())
+
+
+def _larger(a: float, b: float) -> float:
+    """Returns the larger one, or NaN when one is."""
+    return a if isnan(a) or a > b else b
