@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import threading
 
 import pytest
@@ -203,10 +204,24 @@ def test_unknown_actions_are_refused():
 
 
 def test_another_python_thread_runs_during_a_call(tmp_path):
-    """Opening a fifo waits for its writer, which is another Python thread: with the GIL held this would never end."""
+    """Opening a fifo waits for its writer, another Python thread, which the endless switch interval keeps from
+    running until the call lets go of the GIL: if it did not, this would never end."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    thread = threading.Thread(target=lambda: open(fifo, "wb").close())
+    start = threading.Event()
+
+    def write() -> None:
+        start.wait()
+        open(fifo, "wb").close()
+
+    thread = threading.Thread(target=write)
     thread.start()
-    assert _C.read_small(_C.PosixIo(), fifo, 0) == b""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)
+    try:
+        start.set()
+        data = _C.read_small(_C.PosixIo(), fifo, 0)
+    finally:
+        sys.setswitchinterval(interval)
     thread.join()
+    assert data == b""
