@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 
+from plait.parallel.random import splitmix64
+
 VOCAB_SIZE = 256  # a token is a byte
 IGNORE_INDEX = -100  # a target that does not count
 HELD_OUT = 0.05  # the part at the end of a corpus that is never trained on
 SKIPPED_FOLDERS = frozenset({"__pycache__", "dist-packages", "site-packages", "test", "tests", "idle_test"})
 _FEISTEL_ROUNDS = 4  # a Luby-Rackoff permutation is indistinguishable from random with 4
-_MASK64 = 2**64 - 1
 
 
 @dataclass(frozen=True)
@@ -230,19 +231,11 @@ def permute(index: int, size: int, seed: int, epoch: int) -> int:
         raise ValueError(f"index is {index}; it must be in [0, {size})")
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
-    key = _mix(_mix(seed) ^ epoch)
+    key = splitmix64(splitmix64(seed) ^ epoch)
     while True:
         left, right = index >> half, index & mask
         for number in range(_FEISTEL_ROUNDS):
-            left, right = right, left ^ (_mix(key ^ (number << 60) ^ right) & mask)
+            left, right = right, left ^ (splitmix64(key ^ (number << 60) ^ right) & mask)
         index = left << half | right
         if index < size:
             return index
-
-
-def _mix(value: int) -> int:
-    """splitmix64's output function (Steele, Lea and Flood 2014): 64 bits in, 64 well-mixed bits out."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK64
-    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _MASK64
-    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & _MASK64
-    return value ^ value >> 31

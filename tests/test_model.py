@@ -198,6 +198,20 @@ def test_tensor_parallel_is_the_model_on_one_rank(tp, options):
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_16_bit_shards_stay_near_the_wide_model(sequence_parallel):
+    """bf16 keeps 8 bits; sums over ranks are rounded once, so that shards err like one rank does, not more."""
+    options = {"dtype": torch.bfloat16}
+    wanted = run_model(Mesh.single(), TP_MODEL, {})
+    alone = run_model(Mesh.single(), TP_MODEL, dict(options))
+    (got, other) = run_ranks(2, tp_body, 2, TP_MODEL, {**options, "sequence_parallel": sequence_parallel})
+    assert got[0] == other[0] and got[0] == pytest.approx(wanted[0], rel=1e-3)
+    for name, grad in wanted[2].items():
+        errors = [(run[2][name].double() - grad).norm() / grad.norm() for run in (alone, got)]
+        assert errors[1] < 0.03 and errors[1] < 2 * errors[0] + 0.005, f"{name}: {errors}"
+
+
+@pytest.mark.ranks
 def test_an_untied_head_over_tensor_parallel():
     config = replace(TP_MODEL, tied=False)
     wanted = run_model(Mesh.single(), config, {})
@@ -242,8 +256,10 @@ def test_stages_in_a_row_are_the_model(num_stages, tied):
 def tie_body(rank: int, config: ModelConfig):
     """Names, bits and replicas of the two copies of a tied weight on a 2 x 2 grid of pp and tp."""
     mesh = Mesh.create(pp=2, tp=2)
-    stages = build_stages(config, mesh, gpipe(2, 1), seed=7)
-    (stage,) = stages.values()
+    stages = build_stages(config, mesh, gpipe(2, 1), seed=7, sequence_parallel=True)
+    ((index, stage),) = stages.items()
+    specs = [(spec.shape, spec.dtype, spec.needs_grad) for spec in stage.input_specs(make_inputs(config))]
+    assert specs == ([((2, 6, config.dim), torch.float32, True)] if index else [])
     weight = dict(stage.named_parameters())["embed.weight"]
     assert {name: tuple(p.placement.full_shape) for name, p in stage.named_parameters()} == stage.shapes()
     return weight.placement.replica_ranks, weight.detach(), full_state(stages, mesh)
@@ -279,7 +295,7 @@ def test_dropout_depends_on_the_place_in_the_run_only():
     inputs = make_inputs(BASE, rows=4)
 
     def loss(**change):
-        return float(stage((), {**inputs, **change})[0])
+        return stage((), {**inputs, **change})[0].item()
 
     halves = [
         loss(tokens=inputs["tokens"][rows], targets=inputs["targets"][rows], microbatch=number)
@@ -324,6 +340,21 @@ def test_what_does_not_fit_is_named(change, text):
     with pytest.raises(ValueError) as error:
         build_stages(BASE, Mesh.single(), **{"seed": 0, **change})
     assert text in str(error.value)
+
+
+def test_layers_that_write_to_the_residual_stream_start_narrow():
+    weights = dict(build_stages(replace(BASE, dim=128), Mesh.single(), seed=0)[0].named_parameters())
+    for name, std in (
+        ("embed.weight", 0.02),
+        ("head.weight", 0.02),
+        ("layers.1.attention.q.weight", 0.02),
+        ("layers.1.attention.kv.weight", 0.02),
+        ("layers.2.ffn.gate_up.weight", 0.02),
+        ("layers.0.attention.out.weight", 0.02 / 6**0.5),
+        ("layers.2.ffn.down.weight", 0.02 / 6**0.5),
+    ):
+        assert weights[name].std().item() == pytest.approx(std, rel=0.1), name
+    assert torch.equal(weights["norm.weight"], torch.ones(128))
 
 
 def test_parameters_are_counted():
