@@ -30,15 +30,22 @@ class Handle:
     RuntimeError of a wait names the operation, the axis and the peer that did not answer.
     """
 
-    __slots__ = ("_finish", "_result")
+    __slots__ = ("_error", "_finish", "_result")
 
     def __init__(self, finish: Callable[[], Tensor] | None, result: Tensor | None = None) -> None:
         self._finish, self._result = finish, result
+        self._error: RuntimeError | None = None
 
     def wait(self) -> Tensor:
-        """Blocks until the collective is done and returns its result."""
-        if self._finish is not None:
-            self._result, self._finish = self._finish(), None
+        """Blocks until the collective is done and returns its result; a failed one raises the same error again."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            try:
+                self._result = finish()
+            except RuntimeError as error:
+                self._error = error
+        if self._error is not None:
+            raise self._error
         assert self._result is not None
         return self._result
 
@@ -46,25 +53,49 @@ class Handle:
 def post(axis: Axis, sends: dict[int, Tensor], receives: dict[int, Tensor], tag: int = TAG) -> list[tuple[int, Any]]:
     """Starts a message to and from each given coord, none for empty tensors; returns (coord, work) pairs.
 
-    Coords are the group's own ranks, because groups are made of ascending global ranks.
+    Coords are the group's own ranks, because groups are made of ascending global ranks. A peer that is gone is told
+    by the wait, so that the others get their messages.
     """
     group = axis.group
     assert group is not None
-    works: list[tuple[int, Any]] = [(peer, group.recv([t], peer, tag)) for peer, t in receives.items() if t.numel()]
-    works += [(peer, group.send([t], peer, tag)) for peer, t in sends.items() if t.numel()]
+    works: list[tuple[int, Any]] = []
+    for start, messages in ((group.recv, receives), (group.send, sends)):
+        for peer, tensor in messages.items():
+            if tensor.numel():
+                try:
+                    works.append((peer, start([tensor], peer, tag)))
+                except RuntimeError as error:
+                    works.append((peer, _Failed(error)))
     return works
 
 
+class _Failed:
+    """A message that could not start."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self.error = error
+
+    def wait(self) -> None:
+        raise self.error
+
+
 def wait_all(works: Sequence[tuple[int, Any]], what: str, axis: Axis) -> None:
-    """Waits for every message; RuntimeError names what was waited for, this rank and the peer."""
-    me = axis.ranks[axis.coord]
+    """Waits for every message; then RuntimeError names what was waited for, this rank and the first peer that failed.
+
+    Also after a failure it waits for the others, because a message that its sender gives up never arrives: members
+    that are left would run into their timeout instead of learning at once who is gone.
+    """
+    failure: RuntimeError | None = None
     for peer, work in works:
         try:
             work.wait()
         except RuntimeError as error:
-            raise RuntimeError(
-                f"{what} on axis {axis.name}: rank {me} waited for rank {axis.ranks[peer]}: {error}"
-            ) from error
+            if failure is None:
+                me = axis.ranks[axis.coord]
+                text = f"{what} on axis {axis.name}: rank {me} waited for rank {axis.ranks[peer]}: {error}"
+                failure = RuntimeError(text)
+    if failure is not None:
+        raise failure
 
 
 def others_of(axis: Axis) -> list[int]:

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.parallel.collectives import all_gather
 from plait.parallel.mesh import Mesh
@@ -23,7 +23,7 @@ class Placement:
 
     Padding (of a vocabulary) is no part of the box: it is only ever further rows of dim 0 at the end of the local
     tensor, so that the box is a prefix of the flat local tensor. `replica_ranks`: the global ranks, ascending, that
-    hold this box along the layer's axis, this one among them; () when it is alone. `sum_axes`: the local gradient is a
+    hold this box along the layer's axis, with this one; () when it is alone. `sum_axes`: the local gradient is a
     partial sum over `replica_ranks`, which lie along these axes; () when every replica computes the whole gradient.
     """
 
@@ -70,6 +70,13 @@ class Placement:
         if tensor.shape[0] < self.shape[0]:
             raise ValueError(f"tensor of shape {tuple(tensor.shape)} does not hold the box {self.shape}")
         return tensor[: self.shape[0]]
+
+
+def placed(tensor: Tensor, placement: Placement) -> nn.Parameter:
+    """Returns the tensor as a parameter that says where it sits."""
+    param = nn.Parameter(tensor)
+    param.placement = placement  # type: ignore[attr-defined]
+    return param
 
 
 def placement_of(param: Tensor) -> Placement:

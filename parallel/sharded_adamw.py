@@ -9,6 +9,7 @@ fp32 master weights exist for 16-bit parameters only; moments are fp32 (fp64 for
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -66,8 +67,8 @@ class ShardedAdamW:
         self.dp, self.betas, self.eps = dp, betas, eps
         self.steps = 0
         self._states = [self._new_state(bucket) for bucket in dp.buckets]
-        self._step_hooks: dict[int, Callable[..., Any]] = {}
-        self._write_hooks: dict[int, Callable[[Sequence[Tensor]], Any]] = {}
+        self._step_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self._write_hooks: OrderedDict[int, Callable[[Sequence[Tensor]], Any]] = OrderedDict()
         self.refresh_master()
 
     @staticmethod

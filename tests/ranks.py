@@ -57,7 +57,7 @@ def run_ranks(
         "args": pickle.dumps(args),
         "timeout": timeout,
         "expect_dead": tuple(expect_dead),
-        "path": [p for p in sys.path if p],
+        "path": [os.path.abspath(p) for p in sys.path],
     }
     channel = server(os.getpid())
     send(channel, request)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankError, run_ranks
+from tests.ranks import ROOT, RankError, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -74,3 +78,36 @@ def test_a_dead_rank_is_named_unless_expected():
     assert run_ranks(3, body_dies, expect_dead=(2,)) == [0, 1, None]
     with pytest.raises(RankError, match="expected to die"):
         run_ranks(3, body_dies, expect_dead=(1, 2))
+
+
+def body_reports_and_hangs(rank, path):
+    with open(path, "a") as file:
+        file.write(f"{os.getpid()} {os.getppid()}\n")
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize("victim", ["pytest", "server"])
+def test_no_process_is_left_when_the_parent_is_killed(tmp_path, victim):
+    path = tmp_path / "pids"
+    code = (
+        "import tests.ranks as r, tests.test_ranks as t\n"
+        f"r.run_ranks(3, t.body_reports_and_hangs, {str(path)!r}, timeout=200)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert eventually(lambda: path.exists() and path.read_text().count("\n") == 3)
+    rows = [[int(n) for n in line.split()] for line in path.read_text().splitlines()]
+    pids, server = [row[0] for row in rows], rows[0][1]
+    os.kill(parent.pid if victim == "pytest" else server, signal.SIGKILL)
+    assert eventually(lambda: not any(alive(pid) for pid in [*pids, server, parent.pid]))
+    if victim == "server":
+        assert "the server of the ranks died" in parent.communicate()[1]
+    parent.wait()
+    parent.stderr.close()
+
+
+def eventually(condition):
+    """Polls for up to 60 s; waits on nothing but the condition."""
+    limit = time.monotonic() + 60
+    while not condition() and time.monotonic() < limit:
+        select.select([], [], [], 0.02)
+    return condition()
