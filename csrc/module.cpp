@@ -65,25 +65,28 @@ auto with_bytes(const py::buffer& source, Call call, Arguments... arguments) {
   return unlocked([&] { return call(info.ptr, bytes, arguments...); });
 }
 
+// Paths, and so messages, need not be UTF-8.
+py::object text(const char* bytes) {
+  return py::reinterpret_steal<py::object>(PyUnicode_DecodeFSDefault(bytes));
+}
+
 void bind_errors(py::module_& module) {
   static PyObject* checksum_error = nullptr;  // Lives as long as the process.
-  checksum_error = PyErr_NewExceptionWithDoc(
-      "plait._C.ChecksumError",
-      "A file differs from what was written: .path, and .block (-1: its size).",
-      PyExc_RuntimeError, nullptr);
-  module.add_object("ChecksumError", py::handle(checksum_error));
+  checksum_error =
+      PyErr_NewException("plait._C.ChecksumError", PyExc_RuntimeError, nullptr);
+  module.add_object("ChecksumError", checksum_error);
   py::register_exception_translator([](std::exception_ptr thrown) {
     try {
       std::rethrow_exception(thrown);
     } catch (const plait::ChecksumError& error) {
-      py::object value = py::handle(checksum_error)(error.what());
-      value.attr("path") = error.path();
+      py::object value = py::handle(checksum_error)(text(error.what()));
+      value.attr("path") = text(error.path().c_str());
       value.attr("block") = error.block();
       PyErr_SetObject(checksum_error, value.ptr());
     } catch (const std::system_error& error) {
-      py::object value =
-          py::handle(PyExc_OSError)(error.code().value(), error.what());
-      PyErr_SetObject(py::type::handle_of(value).ptr(), value.ptr());
+      const py::handle os_error = PyExc_OSError;  // It finds the subclass.
+      py::object value = os_error(error.code().value(), text(error.what()));
+      PyErr_SetObject(os_error.ptr(), value.ptr());
     }
   });
 }
@@ -179,7 +182,7 @@ void bind_data_files(py::module_& module) {
                                   {block_bytes, threads, direct});
       },
       "io"_a, "path"_a, "file_bytes"_a, "crcs"_a, "requests"_a, py::kw_only(),
-      "block_bytes"_a = 4 << 20, "threads"_a = 2, "direct"_a = true,
+      "block_bytes"_a = 4 << 20, "threads"_a = 4, "direct"_a = true,
       Unlocked());
 }
 
@@ -228,14 +231,6 @@ void bind_small_files(py::module_& module) {
   bind_path_call(module, "rmdir", &Io::rmdir);
 }
 
-void bind_facts(py::module_& module) {
-  using plait::CudaDriver;
-  const auto facts = [](const Path& path) { return plait::io_facts(path); };
-  module.def("io_facts", facts, "path"_a, Unlocked());
-  py::class_<CudaDriver>(module, "CudaDriver")
-      .def_static("probe", &CudaDriver::probe, "initialize"_a = false);
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
@@ -246,5 +241,8 @@ PYBIND11_MODULE(_C, module) {
   bind_pool(module);
   bind_data_files(module);
   bind_small_files(module);
-  bind_facts(module);
+  const auto facts = [](const Path& path) { return plait::io_facts(path); };
+  module.def("io_facts", facts, "path"_a, Unlocked());
+  py::class_<plait::CudaDriver>(module, "CudaDriver")
+      .def_static("probe", &plait::CudaDriver::probe, "initialize"_a = false);
 }

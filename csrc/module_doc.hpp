@@ -16,7 +16,8 @@ inline constexpr const char* kModuleDoc =
 
 Memory is passed as addresses, which must stay valid and unchanged until the call returns. Every call
 that may take long runs without the GIL. Paths are str, bytes or os.PathLike. Errors: OSError with errno
-and "operation 'path'"; ValueError for arguments; ChecksumError for a file that is not what was written.)";
+and "operation 'path'"; ValueError for arguments; ChecksumError (.path, .block, -1 for the size) for a
+file that is not what was written.)";
 
 }  // namespace plait
 

@@ -225,3 +225,15 @@ def test_another_python_thread_runs_during_a_call(tmp_path):
         sys.setswitchinterval(interval)
     thread.join()
     assert data == b""
+
+
+def test_names_that_are_not_utf8(tmp_path):
+    io = _C.PosixIo()
+    path = os.fsencode(tmp_path) + b"/\xff\xfe"
+    _C.write_small(io, path, DATA)
+    assert _C.read_small(io, os.fsdecode(path), len(DATA)) == DATA
+    with pytest.raises(FileExistsError, match="open '.*\udcff\udcfe'"):
+        _C.write_small(io, path, DATA)
+    with pytest.raises(_C.ChecksumError, match="\udcff") as caught:
+        _C.read_ranges(io, path, 0, [], [])
+    assert os.fsencode(caught.value.path) == path

@@ -83,7 +83,7 @@ def read_ranges(
     requests: Sequence[tuple[int, int, int]],
     *,
     block_bytes: int = 4194304,
-    threads: int = 2,
+    threads: int = 4,
     direct: bool = True,
 ) -> int:
     """requests: (file_offset, nbytes, address). Returns the bytes read."""
