@@ -250,8 +250,25 @@ class Mesh:
             )
         if ranks not in self._groups:
             limit = timedelta(seconds=self.timeout_s)
+            self._even_out(ranks)
             self._groups[ranks] = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
         return self._groups[ranks]
+
+
+    def _even_out(self, ranks: tuple[int, ...]) -> None:
+        """Brings the members of a new group to the same number of groups made, by making groups of one rank.
+
+        torch names a locally synchronised group by its ranks and by how many groups the process has made (2.11 to
+        2.13, `_hash_ranks_to_str`): members with unequal numbers would wait under different names until the timeout.
+        Ranks at the ends of a pipeline do make more groups than those between them.
+        """
+        store, world = dist.distributed_c10d._get_default_store(), dist.distributed_c10d._world
+        made = len(world.pg_names)
+        generation = store.add(f"plait/mesh/{ranks}/{self.rank}", 1)
+        store.set(f"plait/mesh/{ranks}/{self.rank}/{generation}", str(made))
+        most = max(int(store.get(f"plait/mesh/{ranks}/{rank}/{generation}")) for rank in ranks)
+        for _ in range(most - made):
+            dist.new_group([self.rank], backend="gloo", use_local_synchronization=True)
 
 
 def pick_device(device_type: str | None, backend: str) -> torch.device:

@@ -187,3 +187,20 @@ def body_fsdp(rank):
 @pytest.mark.ranks
 def test_the_device_mesh_serves_fsdp2():
     run_ranks(2, body_fsdp)
+
+
+def body_unequal(rank: int) -> list[int]:
+    """Ranks 0 and 3 make a group that 1 and 2 know nothing of; then all four make one."""
+    mesh = Mesh.create(dp=4)
+    if rank in (0, 3):
+        mesh.new_group((0, 3))
+    if rank == 3:
+        mesh.new_group((3,))
+    group = Mesh.create(dp=2, tp=2).group("dp", "tp")
+    total = torch.tensor([rank])
+    dist.all_reduce(total, group=group)
+    return total.tolist()
+
+
+def test_members_that_made_unequal_numbers_of_groups_do_not_wait_for_ever():
+    assert run_ranks(4, body_unequal, timeout=30) == [[6]] * 4

@@ -1,0 +1,205 @@
+"""Parallel = serial: loss, norm and full gradients of a grid equal those of one process in fp64; 20 fp32 steps too.
+
+The cases cover the axes of the grid, ZeRO stages, schedules, recompute policies, sequence parallelism, tied and
+untied heads, dropout, a vocabulary and a number of layers that divide by nothing, fewer kv heads than tp ranks,
+and masked tokens that are spread unevenly over rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from plait.data import IGNORE_INDEX
+from plait.model import build_stages, full_state
+from plait.model_config import ModelConfig
+from plait.parallel.collectives import all_gather
+from plait.parallel.data import DataParallel, ShardedAdamW, clip_scale
+from plait.parallel.mesh import Mesh
+from plait.parallel.pipeline import Pipeline
+from plait.parallel.schedules import Schedule, gpipe, interleaved, one_f_one_b
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+MODEL = ModelConfig(
+    dim=32, num_layers=5, num_heads=8, num_kv_heads=2, ffn_dim=48, vocab_size=37, max_seq=16, tied=False
+)
+SEQ, ROWS, MICROBATCHES, SEED = 16, 16, 4, 7
+GRAD_TOLERANCE = 1e-10  # relative to the largest entry of each gradient, fp64
+LOSS_TOLERANCE = 1e-4  # relative, 20 steps in fp32
+
+
+@dataclass(frozen=True)
+class Grid:
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+    zero: int = 0
+    schedule: str = "1f1b"
+    recompute: str = "none"
+    sequence_parallel: bool = False
+    tied: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.pp * self.tp
+
+    def __str__(self) -> str:
+        extras = [self.schedule, f"zero{self.zero}", self.recompute]
+        extras += ["sp"] if self.sequence_parallel else []
+        extras += ["tied"] if self.tied else []
+        return f"{self.dp}x{self.pp}x{self.tp}-" + "-".join(extras)
+
+    def pipeline_schedule(self) -> Schedule:
+        num = MICROBATCHES
+        if self.schedule == "interleaved":
+            schedule = interleaved(self.pp, 2, num)
+        else:
+            schedule = (gpipe if self.schedule == "gpipe" else one_f_one_b)(self.pp, num)
+        return schedule.with_tied() if self.tied else schedule
+
+
+GRIDS = [
+    Grid(dp=2),
+    Grid(dp=4, zero=1, tied=True),
+    Grid(pp=2, schedule="gpipe", tied=True),
+    Grid(pp=2, schedule="interleaved", recompute="full"),
+    Grid(pp=4, recompute="selective", tied=True),
+    Grid(tp=2, sequence_parallel=True),
+    Grid(tp=2, recompute="full", tied=True),
+    Grid(tp=4, sequence_parallel=True, recompute="selective"),
+    Grid(tp=4, zero=1, tied=True),
+    Grid(dp=2, pp=2, zero=1, tied=True),
+    Grid(dp=2, tp=2, zero=1, sequence_parallel=True, recompute="full"),
+    Grid(pp=2, tp=2, schedule="interleaved", sequence_parallel=True, tied=True),
+    Grid(dp=2, pp=2, tp=2, zero=1, sequence_parallel=True, recompute="selective", tied=True),
+    Grid(dp=2, pp=2, tp=2, schedule="gpipe"),
+    Grid(dp=2, pp=4, zero=1, recompute="full", tied=True),
+    Grid(pp=4, tp=2, sequence_parallel=True),
+    Grid(pp=2, tp=4, schedule="interleaved", zero=1, tied=True),
+    Grid(dp=2, tp=4, zero=1, sequence_parallel=True, recompute="selective"),
+    Grid(dp=4, tp=2, zero=0, recompute="full"),
+]
+
+
+class Run:
+    """The model on one grid, or on one process, with everything that a step needs."""
+
+    def __init__(self, grid: Grid, dtype: torch.dtype) -> None:
+        self.grid = grid
+        self.mesh = Mesh.single() if grid.world_size == 1 else Mesh.create(dp=grid.dp, pp=grid.pp, tp=grid.tp)
+        schedule = grid.pipeline_schedule()
+        self.stages = build_stages(
+            replace(MODEL, tied=grid.tied),
+            self.mesh,
+            schedule,
+            seed=SEED,
+            dtype=dtype,
+            sequence_parallel=grid.sequence_parallel,
+            recompute=grid.recompute,
+            dropout=0.1,
+        )
+        ends = {0, schedule.num_stages - 1} & set(self.stages) if grid.tied else set()
+        tied = {index: self.stages[index].embed.weight for index in ends}
+        self.data_parallel = DataParallel(self.stages, self.mesh, zero=grid.zero, tied=tied, bucket_bytes=20_000)
+        self.pipeline = Pipeline(self.stages, schedule, self.mesh, data_parallel=self.data_parallel)
+
+    def backward(self, step: int) -> tuple[float, float]:
+        """One forward and backward of all micro-batches; returns the mean loss and the norm of all gradients."""
+        tokens, targets = batch(step)
+        axis = self.mesh.axis("dp")
+        start, size = axis.split(ROWS)
+        inputs = {
+            "tokens": tokens[start : start + size],
+            "shared_positions": torch.arange(SEQ),
+            "sample_offset": step * ROWS + start,
+            "seed": SEED,
+            "step": step,
+        }
+        self.data_parallel.zero_grad()
+        counted = int((targets != IGNORE_INDEX).sum())
+        result = self.pipeline.step(inputs, targets[start : start + size], counted)
+        self.data_parallel.finish()
+        return float(result.loss), float(self.data_parallel.grad_norm())
+
+    def full_gradients(self) -> dict[str, torch.Tensor]:
+        """Every full gradient, gathered over dp (ZeRO-1 leaves each rank its shard), tp and pp."""
+        if self.grid.zero:
+            for bucket in self.data_parallel.buckets:
+                start, stop = bucket.shard
+                bucket.grads.copy_(all_gather(bucket.grads[start:stop].clone(), bucket.axis))
+        return full_state(self.stages, self.mesh, lambda param: param.main_grad)
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and targets [ROWS, SEQ] of the global batch; row r counts only its first 1 + 5 r mod SEQ targets."""
+    generator = torch.Generator().manual_seed(100 + step)
+    rows = torch.randint(MODEL.vocab_size, (ROWS, SEQ + 1), generator=generator)
+    targets = rows[:, 1:].clone()
+    for row in range(ROWS):
+        targets[row, 1 + 5 * row % SEQ :] = IGNORE_INDEX
+    return rows[:, :-1].contiguous(), targets
+
+
+def one_backward(rank: int, grid: Grid) -> tuple[float, float, dict[str, torch.Tensor]]:
+    """The body of a rank: loss, norm and, from rank 0, full gradients in fp64."""
+    run = Run(grid, torch.float64)
+    loss, norm = run.backward(step=3)
+    gradients = run.full_gradients()
+    return loss, norm, gradients if rank == 0 else {}
+
+
+def train_steps(rank: int, grid: Grid, num_steps: int) -> list[float]:
+    """The body of a rank: losses of a short fp32 training."""
+    run = Run(grid, torch.float32)
+    optimizer = ShardedAdamW(run.data_parallel, betas=(0.9, 0.95), eps=1e-8)
+    losses = []
+    for step in range(num_steps):
+        loss, norm = run.backward(step)
+        losses.append(loss)
+        optimizer.step(1e-3, 0.1, clip_scale(torch.tensor(norm), 1.0))
+    return losses
+
+
+@functools.cache
+def serial_backward(tied: bool) -> tuple[float, float, dict[str, torch.Tensor]]:
+    return run_ranks(1, one_backward, Grid(tied=tied))[0]
+
+
+@functools.cache
+def serial_losses(tied: bool) -> list[float]:
+    return run_ranks(1, train_steps, Grid(tied=tied), 20)[0]
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_loss_and_full_gradients_equal_one_process(grid):
+    wanted_loss, wanted_norm, wanted = serial_backward(grid.tied)
+    results = run_ranks(grid.world_size, one_backward, grid, timeout=60)
+    for loss, norm, _ in results:  # every rank has the means
+        assert abs(loss - wanted_loss) <= 1e-10 * abs(wanted_loss)
+        assert abs(norm - wanted_norm) <= 1e-10 * wanted_norm
+    gradients = results[0][2]
+    assert set(gradients) == set(wanted)
+    for name, gradient in wanted.items():
+        assert gradient.abs().max() > 0, f"{name}: the reference gradient is zero, so the case proves nothing"
+        error = (gradients[name] - gradient).abs().max() / gradient.abs().max()
+        assert error <= GRAD_TOLERANCE, f"{name}: {float(error):.2e} from the gradient of one process"
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_twenty_fp32_steps_stay_with_one_process(grid):
+    wanted = serial_losses(grid.tied)
+    assert wanted[-1] < wanted[0], "the reference does not learn"
+    for losses in run_ranks(grid.world_size, train_steps, grid, 20, timeout=240):
+        worst = max(abs(a - b) / b for a, b in zip(losses, wanted, strict=True))
+        assert worst <= LOSS_TOLERANCE, f"{worst:.2e} relative from the loss of one process"
+
+
+@pytest.mark.parametrize("grid", [GRIDS[12], GRIDS[16]], ids=str)
+def test_two_runs_of_one_grid_are_bit_equal(grid):
+    first, second = (run_ranks(grid.world_size, train_steps, grid, 5, timeout=120) for _ in range(2))
+    assert first == second
