@@ -16,7 +16,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from plait.kernels import linear_wgrad
+from plait import kernels  # noqa: F401 - registers the ops
+from plait.kernels.launch import below_autograd
+
+_add_wgrad = torch.ops.plait.linear_wgrad_.default
 
 
 class GradSink:
@@ -98,7 +101,7 @@ def accumulate_linear(param: nn.Parameter, x: Tensor, dout: Tensor) -> None:
 
     Shapes: x [..., K], dout [..., N], param [..., K] with N rows over its leading dims.
     """
-    with torch.no_grad():
-        home = grad_home(param)
-        linear_wgrad(x, dout, home, True)
+    home = grad_home(param)
+    with below_autograd():
+        _add_wgrad(x, dout, home.view(-1, home.shape[-1]), True)
     notify(param)

@@ -1,4 +1,4 @@
-"""Tensor-parallel linears, and the norm and dropout that live between them.
+"""Tensor-parallel linears; also the place to import the norm and dropout between them from (token_layers.py).
 
 Not here: vocabulary layers (vocab.py), and when weight gradients run (gradients.py). The one idea: a layer is an
 explicit autograd function whose backward computes the input gradient, starts its reduction over the axis, gives the
@@ -14,19 +14,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from plait import kernels
+from plait import kernels  # noqa: F401 - registers the ops
 from plait.kernels.launch import below_autograd
 from plait.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from plait.parallel.gradients import GradSink, accumulate, accumulate_linear
 from plait.parallel.mesh import Axis
-from plait.parallel.placement import Placement
-from plait.parallel.random import init_normal_, rng_key
-from plait.parallel.recompute import mark_replayable
+from plait.parallel.placement import Placement, placed, placement_of
+from plait.parallel.random import init_normal_
+from plait.parallel.token_layers import Dropout, RMSNorm, replicas_of
+
+__all__ = [
+    "ColumnParallelLinear",
+    "Dropout",
+    "RMSNorm",
+    "RowParallelLinear",
+    "check_sequence",
+    "column_parallel",
+    "unit_box",
+]
+
+# The registered ops themselves: a layer fixes shapes and dtypes once, so that no call has to check its arguments.
+_ops = torch.ops.plait
 
 
 def check_sequence(num_tokens: int, axis: Axis) -> None:
@@ -89,12 +102,12 @@ class ColumnParallelLinear(nn.Module):
         full, local = (*leading, in_features), (*leading[:-1], size, in_features)
         start = (*(0 for _ in leading[:-1]), offset, 0)
         sums = (axis.name,) if replicas else ()
-        self.weight = nn.Parameter(torch.empty(local, dtype=dtype, device=device))
-        self.weight.placement = Placement(full, start, local, replicas, sums)  # type: ignore[attr-defined]
-        self.register_parameter("bias", None)
+        empty = torch.empty(local, dtype=dtype, device=device)
+        self.weight = placed(empty, Placement(full, start, local, replicas, sums))
+        self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = nn.Parameter(torch.zeros(local[:-1], dtype=dtype, device=device))
-            self.bias.placement = Placement(full[:-1], start[:-1], local[:-1], replicas, sums)
+            zeros = torch.zeros(local[:-1], dtype=dtype, device=device)
+            self.bias = placed(zeros, Placement(full[:-1], start[:-1], local[:-1], replicas, sums))
         self.weight_grads = GradSink()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -116,7 +129,7 @@ class _Column(torch.autograd.Function):
     """Saves the input that the weight gradients need (gathered, or the shard) and the weights."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layers: tuple[ColumnParallelLinear, ...], *params: Tensor | None) -> Any:
+    def forward(ctx: Any, x: Tensor, layers: tuple[ColumnParallelLinear, ...], *params: Any) -> Any:
         lead = layers[0]
         full = all_gather(x, lead.axis, 1) if lead.sequence_parallel else x
         ctx.layers = layers
@@ -124,7 +137,7 @@ class _Column(torch.autograd.Function):
         ctx.save_for_backward(full if lead.keep_gathered else x, *params[0::2])
         with below_autograd():
             return tuple(
-                kernels.linear(full, _matrix(weight), None if bias is None else bias.view(-1))
+                _ops.linear(full, _matrix(weight), None if bias is None else bias.view(-1), None)
                 for weight, bias in zip(params[0::2], params[1::2], strict=True)
             )
 
@@ -167,12 +180,12 @@ class RowParallelLinear(nn.Module):
         self.axis, self.sequence_parallel = axis, sequence_parallel
         offset, size, _ = unit_box(in_features, None, axis)
         shape = (out_features, size)
-        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
-        self.weight.placement = Placement((out_features, in_features), (0, offset), shape)  # type: ignore[attr-defined]
-        self.register_parameter("bias", None)
+        empty = torch.empty(shape, dtype=dtype, device=device)
+        self.weight = placed(empty, Placement((out_features, in_features), (0, offset), shape))
+        self.bias: nn.Parameter | None = None
         if bias:  # added once, after the sum; every rank sees the whole gradient of the output
-            self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device))
-            self.bias.placement = Placement.whole((out_features,), _replicas(axis))
+            zeros = torch.zeros(out_features, dtype=dtype, device=device)
+            self.bias = placed(zeros, Placement.whole((out_features,), replicas_of(axis)))
         self.weight_grads = GradSink()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -192,7 +205,7 @@ class _Row(torch.autograd.Function):
         ctx.layer = layer
         ctx.save_for_backward(x, weight)
         with below_autograd():
-            partial_sum = kernels.linear(x, weight)
+            partial_sum = _ops.linear(x, weight, None, None)
         if layer.sequence_parallel:
             out = reduce_scatter(partial_sum, layer.axis, 1)
         else:
@@ -210,89 +223,6 @@ class _Row(torch.autograd.Function):
         return dx, None, None, None
 
 
-class RMSNorm(nn.Module):
-    """y = x / rms(x) * weight, over the last dim, of a whole or a sequence-parallel activation.
-
-    With sequence parallelism a rank sees only its tokens: its weight gradient is a partial over the axis, and the
-    placement says so. Without it every replica computes the whole gradient from equal inputs.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        axis: Axis,
-        *,
-        eps: float = 1e-6,
-        sequence_parallel: bool = False,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim, dtype=dtype, device=device))
-        replicas = _replicas(axis)
-        sums = (axis.name,) if sequence_parallel and replicas else ()
-        self.weight.placement = Placement.whole((dim,), replicas, sums)  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., dim] -> the same shape. Cheap to make again: `recompute` may drop the result."""
-        y = _Norm.apply(x, self, self.weight)
-        if torch.is_grad_enabled():
-            mark_replayable(y, kernels.rms_norm, x, self.weight, self.eps)
-        return y
-
-    def reset_parameters(self, seed: int, std: float, name: str) -> None:
-        """The weight becomes 1: nothing is drawn."""
-        nn.init.ones_(self.weight)
-
-
-class _Norm(torch.autograd.Function):
-    """Saves x and the weight (the caller's) and rstd; the weight gradient comes with dx and is added at once."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: RMSNorm, weight: Tensor) -> Tensor:
-        with below_autograd():
-            y, rstd = torch.ops.plait.rms_norm(x, weight, layer.eps)
-        ctx.layer = layer
-        ctx.save_for_backward(x, weight, rstd)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        with below_autograd():
-            dx, dweight = torch.ops.plait.rms_norm_grad(dy, *ctx.saved_tensors, None)
-        if ctx.needs_input_grad[2]:
-            accumulate(ctx.layer.weight, dweight)
-        return dx, None, None
-
-
-class Dropout(nn.Module):
-    """Dropout whose mask depends on (seed, step, layer, site) and the global place of an element, on no rank.
-
-    `split` says how x [B, T, D] lies on the axis: "none" (replicated: equal masks), "sequence" (dim 1 is this rank's
-    part) or "features" (dim 2 is): ranks then drop the elements that one rank would drop.
-    """
-
-    def __init__(
-        self, p: float, axis: Axis, *, layer: int, site: int, split: Literal["none", "sequence", "features"] = "none"
-    ) -> None:
-        super().__init__()
-        if not 0.0 <= p < 1.0:
-            raise ValueError(f"dropout p={p} must be in [0, 1)")
-        if split not in ("none", "sequence", "features"):
-            raise ValueError(f"split={split!r} must be 'none', 'sequence' or 'features'")
-        self.p, self.axis, self.layer, self.site, self.split = p, axis, layer, site, split
-
-    def forward(self, x: Tensor, *, seed: int, step: int, sample_offset: int = 0) -> Tensor:
-        """x [B, T, D]; `sample_offset` is the index of its first sample in the global batch. Identity in eval()."""
-        if not self.training or self.p == 0.0:
-            return x
-        rng = rng_key(seed, step, self.layer, self.site, device=x.device)
-        row = self.axis.coord * x.shape[1] if self.split == "sequence" else 0
-        column = self.axis.coord * x.shape[2] if self.split == "features" else 0
-        return kernels.dropout(x, self.p, rng, sample_offset=sample_offset, row_offset=row, col_offset=column)
-
-
 def _matrix(weight: Tensor) -> Tensor:
     """The weight [..., K] as the one matrix [rows, K] that a matmul takes."""
     return weight if weight.dim() == 2 else weight.view(-1, weight.shape[-1])
@@ -304,14 +234,10 @@ def _input_grad(douts: Sequence[Tensor | None], weights: Sequence[Tensor]) -> Te
     with below_autograd():
         for dout, weight in zip(douts, weights, strict=True):
             if dout is not None:
-                part = kernels.linear_dgrad(dout, _matrix(weight))
+                part = _ops.linear_dgrad(dout, _matrix(weight))
                 total = part if total is None else total.add_(part)
     assert total is not None, "autograd calls backward only with at least one gradient"
     return total
-
-
-def _replicas(axis: Axis) -> tuple[int, ...]:
-    return axis.ranks if axis.size > 1 else ()
 
 
 def _add_weight_grads(layer: ColumnParallelLinear | RowParallelLinear, x: Tensor, dout: Tensor) -> None:
@@ -329,6 +255,6 @@ def _accumulate_bias(bias: nn.Parameter, dout: Tensor) -> None:
 
 
 def _reset(layer: ColumnParallelLinear | RowParallelLinear, seed: int, std: float, name: str) -> None:
-    init_normal_(layer.weight, layer.weight.placement, std=std, seed=seed, name=f"{name}.weight")
+    init_normal_(layer.weight, placement_of(layer.weight), std=std, seed=seed, name=f"{name}.weight")
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)

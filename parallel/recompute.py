@@ -143,10 +143,9 @@ def replayable(op: Callable[..., Tensor], *args: Any) -> Tensor:
     return result
 
 
-def mark_replayable(result: Tensor, op: Callable[..., Tensor], *args: Any) -> None:
-    """Marks `result`: op(*args) makes it again, bit for bit, without gradients."""
-    kept = [arg.detach() if isinstance(arg, Tensor) else arg for arg in args]
-    result.plait_recipe = Recipe(partial(op, *kept))  # type: ignore[attr-defined]
+def mark_replayable(result: Tensor, op: Callable[..., Any], *args: Any) -> None:
+    """Marks `result`: op(*args) makes it again, bit for bit. Neither it nor the arguments may be changed in place."""
+    result.plait_recipe = Recipe(partial(op, *args))  # type: ignore[attr-defined]
 
 
 def _pack(tensor: Tensor) -> Tensor | Recipe:

@@ -19,7 +19,7 @@ from plait.kernels.launch import below_autograd
 from plait.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from plait.parallel.gradients import GradSink, add_use, grad_home, notify
 from plait.parallel.mesh import Axis
-from plait.parallel.placement import Placement
+from plait.parallel.placement import Placement, placed, placement_of
 from plait.parallel.random import init_normal_
 
 
@@ -34,11 +34,8 @@ def _vocab_weight(
     vocab_size: int, dim: int, axis: Axis, dtype: torch.dtype | None, device: torch.device | str | None
 ) -> nn.Parameter:
     start, rows, valid = vocab_rows(vocab_size, axis)
-    weight = nn.Parameter(torch.zeros(rows, dim, dtype=dtype, device=device))
-    weight.placement = Placement(  # type: ignore[attr-defined]
-        (vocab_size, dim), (min(start, vocab_size), 0), (valid, dim)
-    )
-    return weight
+    zeros = torch.zeros(rows, dim, dtype=dtype, device=device)
+    return placed(zeros, Placement((vocab_size, dim), (min(start, vocab_size), 0), (valid, dim)))
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -66,7 +63,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def reset_parameters(self, seed: int, std: float, name: str) -> None:
         """Draws the weight as `name`.weight, the same bits on every grid; padding is 0."""
-        init_normal_(self.weight, self.weight.placement, std=std, seed=seed, name=f"{name}.weight")
+        init_normal_(self.weight, placement_of(self.weight), std=std, seed=seed, name=f"{name}.weight")
 
 
 class _Embed(torch.autograd.Function):
@@ -157,7 +154,7 @@ class VocabParallelHead(nn.Module):
 
     def reset_parameters(self, seed: int, std: float, name: str) -> None:
         """Draws the weight as `name`.weight, the same bits on every grid; padding is 0."""
-        init_normal_(self.weight, self.weight.placement, std=std, seed=seed, name=f"{name}.weight")
+        init_normal_(self.weight, placement_of(self.weight), std=std, seed=seed, name=f"{name}.weight")
 
 
 class _Loss(torch.autograd.Function):

@@ -305,6 +305,20 @@ def test_a_block_has_the_fewest_collectives():
         assert run_ranks(2, collectives_of_a_block, sequence_parallel) == [wanted] * 2
 
 
+def test_adding_and_norming_in_one_pass_equals_two():
+    results = []
+    for fused in (False, True):
+        norm = RMSNorm(D, Axis.single(), dtype=torch.float64)
+        generator = torch.Generator().manual_seed(1)
+        x, residual = (torch.randn(B, T, D, dtype=torch.float64, generator=generator) for _ in range(2))
+        x.requires_grad_(), residual.requires_grad_()
+        y, total = norm.add_and_norm(x, residual) if fused else (norm(x + residual), x + residual)
+        (y.pow(3).sum() + total.square().sum()).backward()
+        results.append([y, total, x.grad, residual.grad, norm.weight.grad])
+    for got, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
 def test_an_output_that_nobody_uses_gives_no_gradient_and_no_error():
     axis = Axis.single()
     a, b = (ColumnParallelLinear(D, F, axis, dtype=torch.float64) for _ in range(2))
