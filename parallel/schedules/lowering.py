@@ -22,10 +22,12 @@ LOOKAHEAD = 2
 def lower(schedule: Schedule, *, lookahead: int = LOOKAHEAD, unshard: int = 0) -> Schedule:
     """The schedule with SEND_* and RECV_*; `unshard` > 0 adds UNSHARD and RESHARD that keep so many stages whole.
 
-    A lowered schedule is returned as it is. The input must pass `check`; so does the result.
+    Pairs are taken apart, so that the first half's message leaves before the second half runs. A lowered schedule is
+    returned as it is. The input must pass `check`; so does the result.
     """
     if schedule.is_lowered:
         return schedule
+    schedule = replace(schedule, lanes=tuple(tuple(singles(lane)) for lane in schedule.lanes))
     receives = _receives(schedule, lookahead)
     lanes = []
     for rank, lane in enumerate(schedule.lanes):

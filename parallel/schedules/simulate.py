@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from plait.parallel.schedules.action import COMPUTE, Action, Op
+from plait.parallel.schedules.action import COMPUTE, Action, Op, singles
 from plait.parallel.schedules.check import check
 from plait.parallel.schedules.machine import Product, crosses, makes, needs
 from plait.parallel.schedules.schedule import Schedule
@@ -22,7 +22,7 @@ PerStage = Time | Sequence[Time]
 
 @dataclass(frozen=True)
 class Costs:
-    """Time of each operation of one stage; a number for all stages, or one per stage. A pair costs both halves.
+    """Time of each operation of one stage; a number for all stages, or one per stage. A pair costs the sum.
 
     `send` is the latency of a message between ranks, by the maker's stage. REDUCE_GRAD and TIE_GRAD are free: they
     overlap what follows.
@@ -41,8 +41,8 @@ class Costs:
         return Costs(shares, [2 * share for share in shares], shares, shares, Fraction(0))
 
     def of(self, action: Action) -> Time:
-        """Time of an action; 0 for what is not computing."""
-        return sum((_at(self._table(s.op), s.stage) for s in action.singles if s.op in COMPUTE), Fraction(0))
+        """Time of a single action; 0 for what is not computing."""
+        return _at(self._table(action.op), action.stage) if action.op in COMPUTE else Fraction(0)
 
     def _table(self, op: Op) -> PerStage:
         return {Op.F: self.forward, Op.B: self.backward, Op.I: self.input, Op.W: self.weight}[op]
@@ -144,17 +144,18 @@ def _run(schedule: Schedule, costs: Costs) -> list[list[ExactEvent]]:
     """Start and end of every action but sends and receives, by following each lane until it waits."""
     arrival: dict[Product, Time] = {}
     lanes: list[list[ExactEvent]] = [[] for _ in schedule.lanes]
+    apart = [tuple(singles(lane)) for lane in schedule.lanes]
     at = [0] * schedule.num_ranks
     clock: list[Time] = [Fraction(0)] * schedule.num_ranks
     waiting: dict[Product, int] = {}
     runnable = list(range(schedule.num_ranks))
     while runnable:
         rank = runnable.pop()
-        lane = schedule.lanes[rank]
+        lane = apart[rank]
         while at[rank] < len(lane):
             action = lane[at[rank]]
-            computing = [s for s in action.singles if s.op in COMPUTE]
-            wanted = [p for s in computing for p in needs(s, schedule.num_stages)]
+            computing = action.op in COMPUTE
+            wanted = needs(action, schedule.num_stages) if computing else []
             missing = next((p for p in wanted if p not in arrival), None)
             if missing is not None:
                 waiting[missing] = rank
@@ -166,9 +167,9 @@ def _run(schedule: Schedule, costs: Costs) -> list[list[ExactEvent]]:
             end = start + costs.of(action)
             lanes[rank].append((action, start, end, start - clock[rank]))
             clock[rank] = end
-            for product in [p for s in computing for p in makes(s)]:
+            for product in makes(action) if computing else ():
                 arrival[product] = end + (_at(costs.send, product[0]) if crosses(product, schedule) else 0)
                 if product in waiting:
                     runnable.append(waiting.pop(product))
-    assert all(index == len(lane) for index, lane in zip(at, schedule.lanes, strict=True)), "check proved it can run"
+    assert all(index == len(lane) for index, lane in zip(at, apart, strict=True)), "check proved it can run"
     return lanes
