@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from plait import kernels
 from plait.model_config import ModelConfig
-from plait.parallel.layers import ColumnParallelLinear, Dropout, RMSNorm, RowParallelLinear, column_parallel
+from plait.parallel.layers import ColumnParallelLinear, RowParallelLinear, column_parallel
 from plait.parallel.mesh import Axis
 from plait.parallel.random import rng_key
-from plait.parallel.recompute import POLICIES, Policy, mark_replayable, replayable
+from plait.parallel.recompute import POLICIES, Policy, replayable
+from plait.parallel.token_layers import Dropout, RMSNorm
 
 INIT_STD = 0.02  # GPT-2's; the layers that write to the residual stream draw with INIT_STD / sqrt(2 num_layers)
 # Sites of random numbers in a layer.
@@ -129,7 +130,6 @@ class Block(nn.Module):
             dtype=options.dtype,
             device=options.device,
         )
-        self.selective = options.selective
         self.attention_norm = RMSNorm(config.dim, axis, **norm)
         self.attention = Attention(config, index, axis, options)
         self.ffn_norm = RMSNorm(config.dim, axis, **norm)
@@ -147,14 +147,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, place: Place) -> Tensor:
         """x [B, T(/tp), D] -> the same shape."""
-        y = self.attention_norm(x)
-        if self.selective:
-            mark_replayable(y, self.attention_norm, x)
-        mixed = self._drop(0, self.attention(y, place), place)
-        norm = self.ffn_norm
-        y, x = kernels.rms_norm(mixed, norm.weight, norm.eps, residual=x)
-        if self.selective:
-            mark_replayable(y, norm, x)
+        mixed = self._drop(0, self.attention(self.attention_norm(x), place), place)
+        y, x = self.ffn_norm.add_and_norm(mixed, x)
         return x + self._drop(1, self.ffn(y), place)
 
     def _drop(self, which: int, x: Tensor, place: Place) -> Tensor:

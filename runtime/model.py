@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from plait.block import INIT_STD, Block, Options, Place, rotary_tables
 from plait.model_config import ModelConfig, parameter_shapes
 from plait.parallel.collectives import broadcast
-from plait.parallel.layers import RMSNorm
 from plait.parallel.mesh import Axis, Mesh
 from plait.parallel.p2p import TensorSpec
 from plait.parallel.placement import gather_full
 from plait.parallel.recompute import Policy, recompute
 from plait.parallel.schedules import Schedule, split_layers
+from plait.parallel.token_layers import RMSNorm
 from plait.parallel.vocab import VocabParallelEmbedding, VocabParallelHead
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
