@@ -16,9 +16,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from plait import kernels  # noqa: F401 - registers the ops
 from plait.kernels.launch import below_autograd
 
+# The registered op itself: importing anything of plait.kernels has registered it.
 _add_wgrad = torch.ops.plait.linear_wgrad_.default
 
 

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait import kernels  # noqa: F401 - registers the ops
 from plait.kernels.launch import below_autograd
 from plait.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from plait.parallel.gradients import GradSink, accumulate, accumulate_linear

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from plait import kernels
+from plait.kernels import dropout, rms_norm
 from plait.kernels.launch import below_autograd
 from plait.parallel.gradients import accumulate
 from plait.parallel.mesh import Axis
@@ -57,14 +57,14 @@ class RMSNorm(nn.Module):
         """x [..., dim] -> the same shape. Cheap to make again: `recompute` may drop the result."""
         y = _Norm.apply(x, self, self.weight)
         if torch.is_grad_enabled():
-            mark_replayable(y, kernels.rms_norm, x, self.weight, self.eps)
+            mark_replayable(y, rms_norm, x, self.weight, self.eps)
         return y
 
     def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual), both [..., dim], in one pass; the first is cheap to make again."""
         y, total = _NormOfSum.apply(x, residual, self, self.weight)
         if torch.is_grad_enabled():
-            mark_replayable(y, kernels.rms_norm, total, self.weight, self.eps)
+            mark_replayable(y, rms_norm, total, self.weight, self.eps)
         return y, total
 
     def reset_parameters(self, seed: int, std: float, name: str) -> None:
@@ -141,4 +141,4 @@ class Dropout(nn.Module):
         rng = rng_key(seed, step, self.layer, self.site, device=x.device)
         row = self.axis.coord * x.shape[1] if self.split == "sequence" else 0
         column = self.axis.coord * x.shape[2] if self.split == "features" else 0
-        return kernels.dropout(x, self.p, rng, sample_offset=sample_offset, row_offset=row, col_offset=column)
+        return dropout(x, self.p, rng, sample_offset=sample_offset, row_offset=row, col_offset=column)

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait import kernels
+from plait.kernels import (
+    embedding,
+    embedding_wgrad,
+    linear,
+    linear_cross_entropy_grad,
+    linear_cross_entropy_stats,
+    token_loss,
+)
 from plait.kernels.launch import below_autograd
 from plait.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from plait.parallel.gradients import GradSink, add_use, grad_home, notify
@@ -74,7 +81,7 @@ class _Embed(torch.autograd.Function):
         ctx.layer = layer
         ctx.save_for_backward(tokens)
         with below_autograd():
-            rows = kernels.embedding(tokens, weight, vocab_start=layer.vocab_start)
+            rows = embedding(tokens, weight, vocab_start=layer.vocab_start)
         if layer.sequence_parallel:
             return reduce_scatter(rows, layer.axis, 1)
         return all_reduce(rows, layer.axis)
@@ -93,7 +100,7 @@ def _accumulate_rows(layer: VocabParallelEmbedding, tokens: Tensor, dout: Tensor
     """Adds each token's gradient to its row of this shard, in the order of the tokens."""
     weight = layer.weight
     home = grad_home(weight)
-    kernels.embedding_wgrad(tokens, dout, home, vocab_start=layer.vocab_start, accumulate=True)
+    embedding_wgrad(tokens, dout, home, vocab_start=layer.vocab_start, accumulate=True)
     notify(weight)
 
 
@@ -145,7 +152,7 @@ class VocabParallelHead(nn.Module):
         """x [B, T(/tp), D] -> logits [B, T, V] on every rank, or with gather=False this shard's valid columns."""
         if self.sequence_parallel:
             x = all_gather(x, self.axis, 1)
-        local = kernels.linear(x, self.weight)
+        local = linear(x, self.weight)
         if self.softcap:
             local = self.softcap * torch.tanh(local / self.softcap)
         if not gather:
@@ -172,7 +179,7 @@ class _Loss(torch.autograd.Function):
         rows, flat = full.reshape(-1, full.shape[-1]), targets.reshape(-1)
         lse, hit, total = _merge(_shard_stats(layer, rows, flat, weight), layer.axis)
         counts = flat != layer.ignore_index
-        loss = kernels.token_loss(
+        loss = token_loss(
             lse, hit, total, counts,
             num_classes=layer.vocab_size, label_smoothing=layer.label_smoothing, z_loss=layer.z_loss,
         )  # fmt: skip
@@ -207,7 +214,7 @@ def _shard_stats(layer: VocabParallelHead, rows: Tensor, targets: Tensor, weight
     if layer.num_valid:
         valid = weight[: layer.num_valid]
         with below_autograd():
-            return kernels.linear_cross_entropy_stats(
+            return linear_cross_entropy_stats(
                 rows, valid, targets, vocab_start=layer.vocab_start, softcap=layer.softcap
             )
     stats = rows.new_zeros(4, rows.shape[0], dtype=torch.promote_types(rows.dtype, torch.float32))
@@ -233,7 +240,7 @@ def _shard_grad(
     if not layer.num_valid:
         return torch.zeros_like(rows) if need_dx else None
     with below_autograd():
-        dx, _ = kernels.linear_cross_entropy_grad(
+        dx, _ = linear_cross_entropy_grad(
             rows, weight[: layer.num_valid], targets, lse, dloss,
             num_classes=layer.vocab_size, label_smoothing=layer.label_smoothing, z_loss=layer.z_loss,
             softcap=layer.softcap, vocab_start=layer.vocab_start, out=out, need_dx=need_dx, need_dweight=need_dweight,
