@@ -256,7 +256,7 @@ class Snapshots:
             raise
         handle.committed(folder)
         publish_latest(writer, folder)
-        self._tidy(folder)
+        self._tidy(folder, handle.sequence)
 
     def _tell(self, attempt: str, error: BaseException) -> None:
         """Tells the coordinator that this rank failed, so that nobody waits for it."""
@@ -271,11 +271,15 @@ class Snapshots:
         except OSError as later:  # the disk that failed the save may fail the clean-up; the next owner removes it
             error.add_note(f"and its remains could not be removed: {later}")
 
-    def _tidy(self, folder: Path) -> None:
-        """After a commit: retention, and the remains of this launch's failed attempts, which all ranks are past."""
+    def _tidy(self, folder: Path, sequence: int) -> None:
+        """After a commit: retention, and the remains of this launch's failed attempts, which all ranks are past.
+
+        Attempts after `sequence` are not: other ranks may be writing the next one already.
+        """
         written = parse_step(folder)
         assert written is not None
         retain(self._io, self.root, self.policy, written, self._run, self._session)
         self._agreement.clear()
         for path in self.root.glob(f".tmp-[0-9]*-{self._session}-*"):
-            remove_folder(self._io, path)
+            if int(path.name.rpartition("-")[2]) < sequence:
+                remove_folder(self._io, path)
