@@ -75,7 +75,13 @@ def launch(program: Program, world_size: int, view: View, *, stop_bound_s: float
     in time. 128 + signal: a second signal ended the run. No rank outlives this call or this process.
     Main thread only; `torch` must be imported and unused.
     """
+    preload()
     return _Launcher(view, stop_bound_s).run(program, world_size)
+
+
+def preload() -> None:
+    """Imports what torch would import in every rank at its first backward (0.5 s each): once, before the fork."""
+    import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
 
 @dataclass

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from plait.ckpt.folders import step_folders
 from plait.config import ConfigError, RunConfig
 from plait.data import Corpus, check_batch, open_corpus
 from plait.model_config import ModelConfig, model_config
@@ -69,6 +70,7 @@ def _make_plan(config: RunConfig) -> RunPlan:
     corpus.train_windows(config.seq)
     corpus.held_out_windows(config.seq)
     _check_out(config.out)
+    _check_resume(config)
     return RunPlan(config, model, sizes, schedule, num_microbatches, corpus)
 
 
@@ -95,3 +97,13 @@ def _check_out(out: Path) -> None:
         raise ConfigError(f"--out: cannot make {str(out)!r}: {error.strerror}") from error
     if not os.access(out, os.W_OK | os.X_OK):
         raise ConfigError(f"--out: {str(out)!r} is not writable")
+
+
+def _check_resume(config: RunConfig) -> None:
+    """Starting anew needs a folder without snapshots: nothing is overwritten and the newest one wins."""
+    there = step_folders(config.out)
+    if config.resume == "none" and there:
+        raise ConfigError(f"--resume none: {str(config.out)!r} holds {there[0].path.name}; name another --out")
+    if config.resume.isdigit() and not any(folder.step == int(config.resume) for folder in there):
+        names = ", ".join(folder.path.name for folder in there) or "no snapshot"
+        raise ConfigError(f"--resume {config.resume}: {str(config.out)!r} holds {names}")

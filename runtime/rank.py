@@ -119,8 +119,12 @@ Program = Callable[[Rank], None]
 
 
 def set_threads(local_world_size: int) -> None:
-    """Shares this machine's cores among the local ranks; before torch has started a thread."""
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
+    """Shares this machine's cores among the local ranks, fewer where torch was told so (OMP_NUM_THREADS).
+
+    Before torch has started a thread.
+    """
+    share = len(os.sched_getaffinity(0)) // local_world_size
+    torch.set_num_threads(max(1, min(share, torch.get_num_threads())))
 
 
 def last_line(error: BaseException) -> str:

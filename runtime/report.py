@@ -1,7 +1,7 @@
 """What rank 0 tells about a run: an event for each step and snapshot, then summary, plot and files.
 
-Not the numbers (`plait.metrics`) and not how they look (`plait.view`). It writes `metrics.jsonl`, `summary.json` and the
-plot into the run's folder, beside the snapshots and never into them.
+Not the numbers (`plait.metrics`) and not how they look (`plait.view`). It writes `metrics.jsonl`, `summary.json` and
+the plot into the run's folder, beside the snapshots and never into them.
 """
 
 from __future__ import annotations
@@ -96,17 +96,16 @@ class Reporter:
         summary |= self.meter.summary(time.time(), flops, self.peak, self.plan.world_size)
         losses = self.history.losses
         if losses:
-            path, reason = write_plot(
-                config.out, sorted(losses), [losses[at] for at in sorted(losses)], held_out_loss
-            )
+            steps, values = zip(*sorted(losses.items()), strict=True)
+            path, reason = write_plot(config.out, steps, values, held_out_loss)
             summary["plot"] = str(path)
             if reason:
                 self.note(f"no plot: {reason}")
         self.rank.emit({"kind": "summary", **summary})
         text = json.dumps({"config": as_plain(config), "grid": self.plan.sizes, **summary}, indent=1) + "\n"
-        for path in (config.out / "summary.json", config.json):
-            if path is not None:
-                _write(path, text)
+        for target in (config.out / "summary.json", config.json):
+            if target is not None:
+                _write(target, text)
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,16 +1,19 @@
 """The full state of a training run as `plait.ckpt` takes it: weights, optimizer, progress, generators.
 
-The only place where a `Placement` of plait.parallel becomes a `Sharded` of plait.ckpt: neither knows the other. The one
-idea: a tensor is said as its box of the full tensor and as one of how many equal copies, so that any other grid can
-take it up; nothing in the state depends on wall clock, path, run or the number of steps that are still to come.
+The only place where a `Placement` of plait.parallel becomes a `Sharded` of plait.ckpt: neither knows the other. The
+one idea: a tensor is said as its box of the full tensor and as one of how many equal copies, so that any other grid
+can take it up; nothing in the state depends on wall clock, path, run or the number of steps that are still to come.
 """
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from plait.ckpt import PerRank, Sharded
@@ -61,7 +64,7 @@ class Progress:
             )
         if state["seed"] != self.seed:
             raise StateMismatch(
-                f"--seed is {self.seed}, the snapshot was made with --seed {state['seed']}, which is part of its data order"
+                f"--seed is {self.seed}, but the snapshot was made with --seed {state['seed']}: another data order"
             )
         self.step, self.sample, self.tokens = state["step"], state["sample"], state["tokens"]
         self.optimizer.steps = state["optimizer_steps"]
@@ -69,6 +72,14 @@ class Progress:
 
 class Generators:
     """The python, numpy and torch generators of this rank. Nothing of plait draws from them; user code may."""
+
+    def __init__(self, seed: int) -> None:
+        """Starts them from the run's seed, the same on all ranks."""
+        random.seed(seed)
+        torch.manual_seed(seed)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            numpy.random.seed(seed % 2**32)
 
     def state_dict(self) -> dict[str, Any]:
         """Each rank's own."""
@@ -115,4 +126,4 @@ def _tensors(piece: Piece) -> Iterator[tuple[str, Tensor]]:
 
 def run_state(progress: Progress) -> dict[str, Any]:
     """What a snapshot of a run holds. The order counts in a restore: generators come last."""
-    return {"progress": progress, "training": Weights(progress.optimizer), "generators": Generators()}
+    return {"progress": progress, "training": Weights(progress.optimizer), "generators": Generators(progress.seed)}

@@ -1,8 +1,8 @@
 """The training loop: one rank's life from the grid to the summary.
 
 Not the pieces: model, pipeline, data parallelism, optimizer and snapshots each work alone. The one idea: a step is a
-pure function of the state (no clock, no length of the run), and all that ranks must agree on in it, loss, norm and the
-wish to stop, travels in one all-reduce.
+pure function of the state (no clock, no length of the run), and all that ranks must agree on in it (loss, norm, the
+wish to stop) travels in one all-reduce.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import secrets
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -25,6 +25,7 @@ from plait.parallel import collectives
 from plait.parallel.data import DataParallel, ShardedAdamW
 from plait.parallel.mesh import Mesh
 from plait.parallel.pipeline import Pipeline
+from plait.parallel.recompute import Policy
 from plait.parallel.schedules.action import COMPUTE
 from plait.plan import EVAL_BATCHES, RunPlan
 from plait.rank import Rank
@@ -42,7 +43,8 @@ def train(plan: RunPlan, rank: Rank) -> None:
     rank.connect()
     device_type = rank.device().type
     alone = plan.world_size == 1
-    mesh = Mesh.single(device_type) if alone else Mesh.create(device_type=device_type, **plan.sizes)
+    sizes: dict[str, Any] = dict(plan.sizes)
+    mesh = Mesh.single(device_type) if alone else Mesh.create(device_type=device_type, **sizes)
     Trainer(plan, rank, mesh).run()
     rank.disconnect()
 
@@ -54,7 +56,6 @@ class Trainer:
         config = plan.config
         self.plan, self.rank, self.mesh = plan, rank, mesh
         self.everyone = mesh.axis(*mesh.grid.names)
-        torch.manual_seed(config.seed)  # nothing of plait draws from it; user code may
         stages = build_stages(
             plan.model,
             mesh,
@@ -62,7 +63,7 @@ class Trainer:
             seed=config.seed,
             dtype=plan.dtype,
             sequence_parallel=config.sequence_parallel,
-            recompute=config.recompute,
+            recompute=cast(Policy, config.recompute),
             dropout=config.dropout,
         )
         self.dp = DataParallel(stages, mesh, zero=config.zero, **_tied(plan, mesh, stages))
@@ -92,6 +93,7 @@ class Trainer:
             world_size=mesh.world_size,
             session=self.session,
         )
+        collectives.barrier(self.everyone)  # rank 0 has the lock, and has removed what dead starts left
         self.reporter = Reporter(plan, rank, mesh.device) if mesh.rank == 0 else None
 
     def _agree_on_session(self) -> int:
@@ -121,8 +123,14 @@ class Trainer:
         empty = self.snapshots.latest() is None
         if config.from_ is not None and empty:
             folder, step = split_source(config.from_)
-            place = dict(rank=self.mesh.rank, world_size=self.mesh.world_size, session=self.session + 1)
-            with Snapshots(folder, read_only=True, agreement_root=config.out, **place) as source:
+            with Snapshots(
+                folder,
+                read_only=True,
+                agreement_root=config.out,
+                rank=self.mesh.rank,
+                world_size=self.mesh.world_size,
+                session=self.session + 1,
+            ) as source:
                 restored = source.restore(self.state, step=step)
         elif config.resume == "none" or (config.resume == "latest" and empty):
             return None
@@ -136,6 +144,8 @@ class Trainer:
     def _steps(self) -> bool:
         """Steps until the end or a stop, whose state is saved; returns whether it was a stop."""
         config, stopping = self.plan.config, False
+        if self.progress.step >= config.steps and self.snapshots.latest() is None:
+            self.save(last=True)  # of --from: the other run's state, cut for this grid
         while self.progress.step < config.steps and not stopping:
             stopping = self.step()
             last = stopping or self.progress.step == config.steps
@@ -146,8 +156,7 @@ class Trainer:
     def step(self) -> bool:
         """One optimizer step on the whole grid; returns whether all ranks stop after it.
 
-        Raises RuntimeError, on all ranks, when loss or gradient is not finite; the weights are then still those of the
-        step before.
+        Raises RuntimeError, on all ranks, when loss or gradient is not finite; the weights are then those of before.
         """
         started = time.perf_counter()
         config, step = self.plan.config, self.progress.step
@@ -182,8 +191,8 @@ class Trainer:
         return stopping
 
     def _agree(self, loss: torch.Tensor) -> tuple[float, float, bool, list[float]]:
-        """The step's one all-reduce over the grid: (mean loss, gradient norm, whether anyone was asked to stop, compute
-        seconds by rank). A loss counts once per tensor-parallel group, whose ranks all hold it."""
+        """The step's one all-reduce over the grid: (mean loss, gradient norm, whether any rank was asked to stop,
+        compute seconds by rank). A loss counts once per tensor-parallel group, whose ranks all hold it."""
         busy_s = sum(event.end - event.start for event in self.pipeline.timeline if event.action.op in COMPUTE)
         message = torch.zeros(3 + self.mesh.world_size, dtype=torch.float64, device=self.mesh.device)
         if self.mesh.axis("tp").coord == 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -181,7 +182,7 @@ def summary_lines(summary: Event) -> list[str]:
 
 
 def write_plot(
-    folder: Path, steps: list[int], losses: list[float], held_out: float | None
+    folder: Path, steps: Sequence[int], losses: Sequence[float], held_out: float | None
 ) -> tuple[Path, str | None]:
     """Writes `loss.png`, or without matplotlib `loss.csv`; returns the path and why it is not a picture, if so."""
     try:

@@ -92,7 +92,9 @@ def _ask(request: dict, fds: list[int] | None = None) -> dict:
 def _server(pid: int) -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-P", __file__, str(theirs.fileno())]
-    subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    # One thread: on shared cores, OpenMP threads that spin for each other make a step fifty times slower.
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=one_thread)
     theirs.close()
     return ours
 
@@ -100,8 +102,10 @@ def _server(pid: int) -> socket.socket:
 def _serve(channel: socket.socket) -> None:
     """The server's loop; ends when the other side does."""
     import plait.train  # noqa: F401 - imported for all children
+    from plait.launch import preload
     from plait.train_cli import main
 
+    preload()
     _die_with_parent()
     while True:
         data, fds, _, _ = socket.recv_fds(channel, 1 << 16, 1)

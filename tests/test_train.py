@@ -1,0 +1,227 @@
+"""`plait train` end to end on small grids: resume, other grids, determinism, stopping, and every refusal.
+
+Bits are compared with `plait snapshot diff`, which compares full tensors and values whatever the grids.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from plait.ckpt import cli as snapshot_cli
+from plait.train_cli import main
+from tests import launchers
+
+pytestmark = pytest.mark.ranks
+
+SMALL = "--seq 16 --global-batch 8 --micro-batch 1 --save-every 100"
+
+
+def run(flags: str) -> str:
+    """Trains to the end; returns the output."""
+    status, out = launchers.train(f"{SMALL} {flags}".split())
+    assert status == 0, out
+    return out
+
+
+def metrics(out: Path) -> dict:
+    return json.loads((out / "summary.json").read_text())
+
+
+def assert_equal(a: Path, b: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two run folders hold the same newest snapshot, bit for bit."""
+    capsys.readouterr()
+    status = snapshot_cli.main(["diff", str(a), str(b)])
+    assert status == 0, capsys.readouterr().out
+
+
+def test_one_process_needs_no_process_group(tmp_path: Path) -> None:
+    out = run(f"--steps 3 --out {tmp_path / 'run'} --json {tmp_path / 'said.json'}")
+    assert "ranks: pids" not in out and "step 3/3" in out and "held-out loss" in out
+    said = json.loads((tmp_path / "said.json").read_text())
+    assert said["step"] == 3 and said["tokens"] == 3 * 8 * 16 and 3.0 < said["held_out_loss"] < 6.0
+    assert said["config"]["seq"] == 16 and said["mfu"] is None
+    assert (tmp_path / "run" / "loss.png").stat().st_size > 1000
+    assert (tmp_path / "run" / "step-000000003" / "MANIFEST.json").is_file()
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [
+        "--mesh dp=1",
+        "--mesh dp=2 --zero 0 --dropout 0.1",
+        "--mesh dp=2,tp=2 --zero 1 --sequence-parallel --recompute selective --dropout 0.1",
+        "--mesh pp=2,tp=2 --schedule interleaved --recompute full",
+        "--mesh dp=2,pp=2 --dtype bfloat16",
+    ],
+)
+def test_four_steps_and_two_more_equal_six(tmp_path: Path, grid: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(f"{grid} --steps 6 --out {tmp_path / 'straight'}")
+    run(f"{grid} --steps 4 --out {tmp_path / 'halves'}")
+    out = run(f"{grid} --steps 6 --out {tmp_path / 'halves'}")
+    assert "resumed from" in out and "step 5/6" in out and "step 4/6" not in out
+    assert_equal(tmp_path / "straight", tmp_path / "halves", capsys)
+    for key in ("loss", "held_out_loss", "tokens", "step"):
+        assert metrics(tmp_path / "straight")[key] == metrics(tmp_path / "halves")[key], key
+
+
+def test_same_seed_same_bits_other_seed_other_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grid = "--mesh dp=2,tp=2 --steps 3 --dropout 0.1"
+    run(f"{grid} --out {tmp_path / 'a'}")
+    run(f"{grid} --out {tmp_path / 'b'}")
+    run(f"{grid} --out {tmp_path / 'c'} --seed 1")
+    assert_equal(tmp_path / "a", tmp_path / "b", capsys)
+    assert snapshot_cli.main(["diff", str(tmp_path / "a"), str(tmp_path / "c")]) == 1
+
+
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 2 x 2 x 2, with a snapshot of step 2 and the loss of step 4."""
+    out = tmp_path_factory.mktemp("eight") / "run"
+    run(f"--mesh dp=2,pp=2,tp=2 --steps 2 --out {out} --keep 9")
+    run(f"--mesh dp=2,pp=2,tp=2 --steps 4 --out {out} --keep 9")
+    return out
+
+
+@pytest.mark.parametrize("mesh", ["dp=1,pp=1,tp=1", "dp=4,pp=1,tp=2", "dp=1,pp=4,tp=1", "dp=2,pp=1,tp=4"])
+def test_a_snapshot_goes_to_another_grid(
+    tmp_path: Path, eight: Path, mesh: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(f"--mesh {mesh} --steps 2 --from {eight}@2 --out {tmp_path / 'cut'}")
+    status = snapshot_cli.main(["diff", str(eight / "step-000000002"), str(tmp_path / "cut")])
+    assert status == 0, capsys.readouterr().out
+    out = run(f"--mesh {mesh} --steps 4 --out {tmp_path / 'cut'}")
+    assert "resumed from" in out
+    assert metrics(tmp_path / "cut")["loss"] == pytest.approx(metrics(eight)["loss"], rel=1e-4)
+
+
+def test_the_loss_does_not_depend_on_the_grid(tmp_path: Path) -> None:
+    losses = []
+    for index, grid in enumerate(["dp=1", "dp=2,tp=2", "pp=4", "dp=2,pp=2 --zero 0 --schedule gpipe"]):
+        run(f"--mesh {grid} --steps 5 --dropout 0.1 --out {tmp_path / str(index)}")
+        losses.append(metrics(tmp_path / str(index))["loss"])
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-4)
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=2,pp=2"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_the_step_saves_and_exits_0(tmp_path: Path, mesh: str, number: signal.Signals) -> None:
+    flags = f"{SMALL} --mesh {mesh} --steps 100000 --out {tmp_path / 'run'}"
+    running = launchers.start(flags.split())
+    assert running.read_until("step 3/100000")
+    os.kill(running.pid, number)
+    status, out = running.finish()
+    assert status == 0, out
+    done = max(int(line.split()[1].split("/")[0]) for line in out.splitlines() if line.startswith("step "))
+    assert f"stopped at step {done} of 100000; it is saved" in out
+    assert (tmp_path / "run" / f"step-{done:09d}" / "MANIFEST.json").is_file()
+    if mesh != "dp=1":
+        launchers.assert_gone(running.rank_pids)
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    flags = f"{SMALL} --mesh dp=2 --out {tmp_path / 'run'} --steps".split()
+    first = launchers.start([*flags, "100000"])
+    assert first.read_until("step 1/")
+    status, out = launchers.train([*flags, "100001"])
+    assert status == 1 and "rank 0" in out and "SnapshotLocked" in out
+    os.kill(first.pid, signal.SIGTERM)
+    assert first.finish()[0] == 0
+
+
+def test_a_killed_rank_is_named_and_nothing_half_is_left(tmp_path: Path) -> None:
+    running = launchers.start(f"{SMALL} --mesh dp=2,tp=2 --steps 100000 --out {tmp_path / 'run'}".split())
+    assert running.read_until("step 2/")
+    os.kill(running.rank_pids[3], signal.SIGKILL)
+    status, out = running.finish()
+    assert status == 1 and f"rank 3 (pid {running.rank_pids[3]}) was killed by SIGKILL" in out
+    launchers.assert_gone(running.rank_pids)
+    assert not list((tmp_path / "run").glob("step-*"))
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
+    flags = f"{SMALL} --mesh dp=2 --steps 50 --lr 1e30 --out {tmp_path / 'run'}"
+    status, out = launchers.train(flags.split())
+    assert status == 1 and "gradient norm" in out and "a lower --lr may help" in out
+    assert not list((tmp_path / "run").glob("step-*"))
+
+
+def test_another_model_or_seed_is_refused_at_resume(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run(f"--steps 1 --out {out}")
+    status, said = launchers.train(f"{SMALL} --steps 2 --out {out} --seed 5".split())
+    assert status == 1 and "--seed is 5, but the snapshot was made with --seed 0" in said
+    status, said = launchers.train(f"{SMALL} --steps 2 --out {out} --preset small".split())
+    assert status == 1 and "embed.weight" in said and "shape" in said
+    status, said = launchers.train(f"{SMALL} --steps 2 --out {out} --dtype bfloat16".split())
+    assert status == 1 and "bfloat16" in said
+
+
+def test_resume_none_and_a_step_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    run(f"--steps 2 --save-every 1 --out {out}")
+    assert main(f"{SMALL} --steps 4 --resume none --out {out}".split()) == 2
+    assert "holds step-000000002; name another --out" in capsys.readouterr().err
+    assert main(f"{SMALL} --steps 4 --resume 7 --out {out}".split()) == 2
+    assert "holds step-000000002, step-000000001" in capsys.readouterr().err
+    assert "step 2/3" in run(f"--steps 3 --resume 1 --out {out}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--mesh dp=2,pp=3,tp=3", "tp is 3; it must divide num_heads"),
+        ("--mesh pp=8", "num_stages is 8; it must be in [1, 4]"),
+        ("--mesh dp=3", "global_batch is 8; it must be a multiple"),
+        ("--mesh dp=2,tp=", "cannot read 'tp='"),
+        ("--preset giant", "--preset 'giant' is unknown"),
+    ],
+)
+def test_a_bad_run_is_refused_before_a_rank_starts(
+    tmp_path: Path, flags: str, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(f"{SMALL} {flags} --out {tmp_path / 'run'}".split()) == 2
+    said = capfd.readouterr()
+    assert message in said.err and "ranks: pids" not in said.out
+
+
+def test_torchrun_starts_the_same_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two processes with the environment that torchrun gives."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    flags = f"{SMALL} --mesh dp=2 --steps 2 --out {tmp_path / 'run'}".split()
+    command = [sys.executable, "-P", "-c", "from plait.cli import entry; entry()", "train", *flags]
+    workers = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [worker.communicate(timeout=launchers.END_S)[0] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], said
+    assert "step 2/2" in said[0] and "step" not in said[1]
+    run(f"--mesh dp=2 --steps 2 --out {tmp_path / 'local'}")
+    assert_equal(tmp_path / "run", tmp_path / "local", capsys)
+
+
+def test_torchrun_with_another_world_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "localhost"}
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    assert main(f"{SMALL} --mesh dp=2 --out {tmp_path / 'run'}".split()) == 2
+    assert "is 2 ranks; torchrun started 4" in capsys.readouterr().err
