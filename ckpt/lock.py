@@ -129,9 +129,10 @@ def _this_process() -> dict[str, Any]:
 
 
 def _start_time(pid: int) -> int | None:
-    """Returns when a process started, in ticks since boot; None when it does not run."""
+    """Returns when a process started, in ticks since boot; None when it does not run (a zombie does not)."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    return int(stat.rpartition(")")[2].split()[19])
+    fields = stat.rpartition(")")[2].split()  # from the state on, see proc_pid_stat(5)
+    return None if fields[0] in "ZX" else int(fields[19])
