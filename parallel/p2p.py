@@ -101,12 +101,11 @@ class Receipt:
 
     def __init__(self, p2p: P2P, channel: Channel, microbatch: int, specs: tuple[TensorSpec, ...]) -> None:
         self._p2p, self.channel, self.microbatch, self.specs = p2p, channel, microbatch, specs
-        self._works: list[Any] = []
-        self._tensors: list[Tensor] | None = None  # None: not posted
+        self._tensors = [p2p.buffer(spec) for spec in specs]
+        self._works: list[Any] | None = None  # None: not posted
 
     def post(self) -> None:
-        """Takes buffers and starts the receive."""
-        self._tensors = [self._p2p.buffer(spec) for spec in self.specs]
+        """Starts the receive."""
         self._works = [
             self._p2p.start(self.channel, self.microbatch, index, tensor, sending=False)
             for index, tensor in enumerate(self._tensors)
@@ -115,13 +114,14 @@ class Receipt:
 
     def wait(self) -> list[Tensor]:
         """Blocks (NCCL: the current stream) until the message is there; returns its tensors, to be released later."""
-        if self._tensors is None:
+        if self._works is None:
             self._p2p.post_until(self)
-        for work in self._works:
+        for work in self._works or ():
             self._p2p.finish(work, self.channel, self.microbatch, sending=False)
-        tensors, self._works = self._tensors, []
-        assert tensors is not None
-        return [tensor.to(self._p2p.device) for tensor in tensors] if self._p2p.staged else tensors
+        self._works = []
+        if self._p2p.staged:
+            return [tensor.to(self._p2p.device) for tensor in self._tensors]
+        return self._tensors
 
 
 class P2P:
