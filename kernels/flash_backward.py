@@ -152,30 +152,17 @@ def row_range(
     first_col, num_rows, num_cols, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_ROW: tl.constexpr, BLOCK_COL: tl.constexpr,
 ):  # fmt: skip
-    """(low, full_low, full_high, high) of the rows that see a tile of keys: the transpose of `key_range`."""
+    """(low, high): the rows that see some key of a tile; low is a multiple of BLOCK_ROW."""
     first = first_col - (num_cols - num_rows)  # the row whose diagonal is the tile's first key
     low = 0
-    full_low = 0
     high = num_rows
-    full_high = num_rows
     if CAUSAL:
         low = tl.maximum(first, 0)
-        full_low = tl.maximum(first + BLOCK_COL - 1, 0)
     if WINDOW:
         high = tl.minimum(high, first + BLOCK_COL - 1 + window)
-        full_high = tl.minimum(full_high, first + window)
         if not CAUSAL:
             low = tl.maximum(first - window + 1, 0)
-            full_low = tl.maximum(first + BLOCK_COL - window, 0)
-    low = low // BLOCK_ROW * BLOCK_ROW
-    full_low = (full_low + BLOCK_ROW - 1) // BLOCK_ROW * BLOCK_ROW
-    high = tl.maximum(high, 0)
-    full_high = tl.maximum(full_high, 0) // BLOCK_ROW * BLOCK_ROW
-    end = (high + BLOCK_ROW - 1) // BLOCK_ROW * BLOCK_ROW
-    low = tl.minimum(low, end)
-    full_low = tl.minimum(tl.maximum(full_low, low), end)
-    full_high = tl.minimum(tl.maximum(full_high, full_low), end)
-    return low, full_low, full_high, high
+    return low // BLOCK_ROW * BLOCK_ROW, high
 
 
 @triton.jit
@@ -184,11 +171,16 @@ def _key_gradient(
     stride_q_token, stride_q_dim, stride_dout_token, stride_dout_dim,
     cols, first_col, num_rows, num_cols, low, high, window, pre_scale, post_scale,
     key_low, key_high, sample, head, row_start, threshold, keep_scale,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_HEAD: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     BLOCK_ROW: tl.constexpr, BLOCK_COL: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Adds ds^T q (without the scale) and p^T dout over rows [low, high) to dk and dv."""
+    """Adds ds^T q (without the scale) and p^T dout over rows [low, high) to dk and dv.
+
+    One loop with the mask in every step: apart loops for whole tiles cost registers that this kernel lacks. Rows past
+    the end need no mask, since `load_lse` makes their probabilities 0; keys past the end are not stored.
+    """
+    diagonal = cols[:, None] - (num_cols - num_rows)  # [BLOCK_COL, 1], the row on the key's diagonal
     for first_row in range(low, high, BLOCK_ROW):
         rows = first_row + tl.arange(0, BLOCK_ROW)
         q = load_rows(q_ptr, rows, num_rows, stride_q_token, stride_q_dim, HEAD_DIM, BLOCK_HEAD)
@@ -198,8 +190,12 @@ def _key_gradient(
         products = tl.dot(k, tl.trans(q), input_precision="ieee", out_dtype=COMPUTE)  # [BLOCK_COL, BLOCK_ROW]
         scores, bounded = bound_scores(products, pre_scale, post_scale, SOFTCAP)
         p = tl.exp2(scores - lse[None, :])
-        if MASKED:
-            p = tl.where(tl.trans(visible(rows, cols, num_rows, num_cols, window, CAUSAL, WINDOW)), p, 0.0)
+        if CAUSAL:
+            p = tl.where(rows[None, :] >= diagonal, p, 0.0)
+        if WINDOW:
+            p = tl.where(rows[None, :] < diagonal + window, p, 0.0)
+            if not CAUSAL:
+                p = tl.where(rows[None, :] > diagonal - window, p, 0.0)
         dp = tl.dot(v, tl.trans(dout), input_precision="ieee", out_dtype=COMPUTE)
         dropped = p
         if DROPOUT:
@@ -255,9 +251,7 @@ def attention_key_gradient_kernel(
         if DROPOUT:
             key_low, key_high = philox_load_key(rng_ptr)
         sample = batch + sample_offset
-        low, full_low, full_high, high = row_range(
-            first_col, num_rows, num_cols, window, CAUSAL, WINDOW, BLOCK_ROW, BLOCK_COL
-        )
+        low, high = row_range(first_col, num_rows, num_cols, window, CAUSAL, WINDOW, BLOCK_ROW, BLOCK_COL)
         for member in range(group):
             head = kv_head * group + member
             head_64 = head.to(tl.int64)
@@ -268,25 +262,9 @@ def attention_key_gradient_kernel(
             dk, dv = _key_gradient(
                 dk, dv, k, v, q_head, dout_head, lse_ptr + stats, delta_ptr + stats,
                 stride_q_token, stride_q_dim, stride_dout_token, stride_dout_dim,
-                cols, first_col, num_rows, num_cols, low, full_low, window, pre_scale, post_scale,
+                cols, first_col, num_rows, num_cols, low, high, window, pre_scale, post_scale,
                 key_low, key_high, sample, head + head_offset, row_start, threshold, keep_scale,
-                CAUSAL, WINDOW, SOFTCAP, DROPOUT, True, HEAD_DIM, VALUE_DIM, BLOCK_HEAD, BLOCK_VALUE,
-                BLOCK_ROW, BLOCK_COL, COMPUTE,
-            )  # fmt: skip
-            dk, dv = _key_gradient(
-                dk, dv, k, v, q_head, dout_head, lse_ptr + stats, delta_ptr + stats,
-                stride_q_token, stride_q_dim, stride_dout_token, stride_dout_dim,
-                cols, first_col, num_rows, num_cols, full_low, full_high, window, pre_scale, post_scale,
-                key_low, key_high, sample, head + head_offset, row_start, threshold, keep_scale,
-                CAUSAL, WINDOW, SOFTCAP, DROPOUT, False, HEAD_DIM, VALUE_DIM, BLOCK_HEAD, BLOCK_VALUE,
-                BLOCK_ROW, BLOCK_COL, COMPUTE,
-            )  # fmt: skip
-            dk, dv = _key_gradient(
-                dk, dv, k, v, q_head, dout_head, lse_ptr + stats, delta_ptr + stats,
-                stride_q_token, stride_q_dim, stride_dout_token, stride_dout_dim,
-                cols, first_col, num_rows, num_cols, full_high, high, window, pre_scale, post_scale,
-                key_low, key_high, sample, head + head_offset, row_start, threshold, keep_scale,
-                CAUSAL, WINDOW, SOFTCAP, DROPOUT, True, HEAD_DIM, VALUE_DIM, BLOCK_HEAD, BLOCK_VALUE,
+                CAUSAL, WINDOW, SOFTCAP, DROPOUT, HEAD_DIM, VALUE_DIM, BLOCK_HEAD, BLOCK_VALUE,
                 BLOCK_ROW, BLOCK_COL, COMPUTE,
             )  # fmt: skip
         store_rows(

@@ -13,7 +13,7 @@ from plait.kernels.flash_backward import (
     attention_query_gradient_kernel,
 )
 from plait.kernels.flash_forward import attention_forward_kernel
-from plait.kernels.launch import from_table, next_power_of_two, triton_dtype
+from plait.kernels.launch import Launch, compute_dtype, from_table, next_power_of_two, triton_dtype
 from plait.kernels.philox import keep_threshold
 
 
@@ -77,32 +77,95 @@ def _num_tiles(length: int, block: int, cu: torch.Tensor | None) -> int:
     return triton.cdiv(length, block) + (0 if cu is None else cu.shape[0] - 1)
 
 
+def forward_launch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, rng: torch.Tensor | None,
+    cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, options: Options, out: torch.Tensor, lse: torch.Tensor,
+) -> Launch:  # fmt: skip
+    """out [B, T, H, Kv] and lse [B, H, T] are contiguous outputs."""
+    batch, num_tokens, num_heads, _ = q.shape
+    tile = tile_of(FORWARD_TILES, q, v)
+    arguments = (
+        q, k, v, q if sinks is None else sinks.contiguous(), q if rng is None else rng,
+        q if cu_q is None else cu_q, q if cu_k is None else cu_k, out, lse,
+        *q.stride(), *k.stride(), *v.stride(), num_tokens, k.shape[1], num_heads, num_heads // k.shape[2],
+        1 if cu_q is None else cu_q.shape[0] - 1, options.window, *_scales(options), *_randomness(options),
+    )  # fmt: skip
+    constants = switches(q, v, cu_q, options) | {
+        "SINKS": sinks is not None,
+        "BLOCK_ROW": tile.block_row,
+        "BLOCK_COL": tile.block_col,
+    }
+    grid = (_num_tiles(num_tokens, tile.block_row, cu_q), num_heads, batch)
+    return Launch(attention_forward_kernel, grid, arguments, constants, tile.num_warps, tile.num_stages)
+
+
+def delta_launch(dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, delta: torch.Tensor) -> Launch:
+    """out [B, T, H, Kv] is contiguous; delta [B, H, T] is the contiguous output."""
+    batch, num_tokens, num_heads, value_dim = out.shape
+    extra = delta if dlse is None else dlse
+    constants = {
+        "HAS_DLSE": dlse is not None,
+        "VALUE_DIM": value_dim,
+        "BLOCK_VALUE": max(16, next_power_of_two(value_dim)),
+        "BLOCK_ROW": _DELTA_ROWS,
+        "COMPUTE": triton_dtype(out.dtype),
+    }
+    grid = (triton.cdiv(num_tokens, _DELTA_ROWS), num_heads, batch)
+    arguments = (dout, out, extra, delta, *dout.stride(), *extra.stride(), num_tokens, num_heads)
+    return Launch(attention_delta_kernel, grid, arguments, constants)
+
+
+def gradient_launches(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
+    rng: torch.Tensor | None, cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, options: Options,
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
+) -> tuple[Launch, Launch]:  # fmt: skip
+    """(the launch that writes dq, the one that writes dk and dv), all three contiguous."""
+    batch, num_tokens, num_heads, _ = q.shape
+    inputs = (
+        dout, q, k, v, lse, delta, q if rng is None else rng, q if cu_q is None else cu_q, q if cu_k is None else cu_k
+    )  # fmt: skip
+    numbers = (
+        *dout.stride(), *q.stride(), *k.stride(), *v.stride(), num_tokens, k.shape[1], num_heads,
+        num_heads // k.shape[2], 1 if cu_q is None else cu_q.shape[0] - 1, options.window, options.scale,
+        *_scales(options), *_randomness(options),
+    )  # fmt: skip
+    shared = switches(q, v, cu_q, options)
+    row, col = tile_of(QUERY_TILES, q, v), tile_of(KEY_TILES, q, v)
+    return (
+        Launch(
+            attention_query_gradient_kernel,
+            (_num_tiles(num_tokens, row.block_row, cu_q), num_heads, batch),
+            (*inputs, dq, *numbers),
+            shared | {"BLOCK_ROW": row.block_row, "BLOCK_COL": row.block_col},
+            row.num_warps,
+            row.num_stages,
+        ),
+        Launch(
+            attention_key_gradient_kernel,
+            (_num_tiles(k.shape[1], col.block_col, cu_k), k.shape[2], batch),
+            (*inputs, dk, dv, *numbers),
+            shared | {"BLOCK_ROW": col.block_row, "BLOCK_COL": col.block_col},
+            col.num_warps,
+            col.num_stages,
+        ),
+    )
+
+
 def launch_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, rng: torch.Tensor | None,
     cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out [B, T, H, Kv], lse [B, H, T])."""
-    batch, num_tokens, num_heads, _ = q.shape
-    compute = torch.float64 if q.dtype is torch.float64 else torch.float32
-    shape = (batch, num_tokens, num_heads, v.shape[3])
+    shape = (*q.shape[:3], v.shape[3])
+    stats = (q.shape[0], q.shape[2], q.shape[1])
+    dtype = compute_dtype(q.dtype)
     if cu_q is None:
-        out = torch.empty(shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty(batch, num_heads, num_tokens, dtype=compute, device=q.device)
+        out, lse = q.new_empty(shape), q.new_empty(stats, dtype=dtype)
     else:  # rows past the last document are not visited
-        out = torch.zeros(shape, dtype=q.dtype, device=q.device)
-        lse = torch.full((batch, num_heads, num_tokens), float("-inf"), dtype=compute, device=q.device)
-    if not q.numel():
-        return out, lse
-    tile = tile_of(FORWARD_TILES, q, v)
-    num_docs = 1 if cu_q is None else cu_q.shape[0] - 1
-    attention_forward_kernel[(_num_tiles(num_tokens, tile.block_row, cu_q), num_heads, batch)](
-        q, k, v, q if sinks is None else sinks.contiguous(), q if rng is None else rng,
-        q if cu_q is None else cu_q, q if cu_k is None else cu_k, out, lse,
-        *q.stride(), *k.stride(), *v.stride(),
-        num_tokens, k.shape[1], num_heads, num_heads // k.shape[2], num_docs, options.window, *_scales(options),
-        *_randomness(options), SINKS=sinks is not None, BLOCK_ROW=tile.block_row, BLOCK_COL=tile.block_col,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **switches(q, v, cu_q, options),
-    )  # fmt: skip
+        out, lse = q.new_zeros(shape), q.new_full(stats, float("-inf"), dtype=dtype)
+    if q.numel():
+        forward_launch(q, k, v, sinks, rng, cu_q, cu_k, options, out, lse).run()
     return out, lse
 
 
@@ -112,38 +175,14 @@ def launch_backward(
     cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dq, dk, dv, dsinks [H] or empty)."""
-    batch, num_tokens, num_heads, _ = q.shape
-    make = torch.empty if cu_q is None else torch.zeros
-    dq, dk, dv = (make(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    delta = torch.empty(lse.shape, dtype=lse.dtype, device=q.device)
-    if not q.numel():
-        dsinks = lse.new_empty(0) if sinks is None else torch.zeros_like(sinks)
-        return dq, dk.zero_(), dv.zero_(), dsinks
-    shared = switches(q, v, cu_q, options)
-    out, lse = out.contiguous(), lse.contiguous()
-    extra = lse if dlse is None else dlse
-    attention_delta_kernel[(triton.cdiv(num_tokens, _DELTA_ROWS), num_heads, batch)](
-        dout, out, extra, delta, *dout.stride(), *extra.stride(), num_tokens, num_heads,
-        HAS_DLSE=dlse is not None, VALUE_DIM=shared["VALUE_DIM"], BLOCK_VALUE=shared["BLOCK_VALUE"],
-        BLOCK_ROW=_DELTA_ROWS, COMPUTE=shared["COMPUTE"],
-    )  # fmt: skip
-    num_docs = 1 if cu_q is None else cu_q.shape[0] - 1
-    arguments = (
-        *dout.stride(), *q.stride(), *k.stride(), *v.stride(), num_tokens, k.shape[1], num_heads,
-        num_heads // k.shape[2], num_docs, options.window, options.scale, *_scales(options), *_randomness(options),
-    )  # fmt: skip
-    inputs = (
-        dout, q, k, v, lse, delta, q if rng is None else rng, q if cu_q is None else cu_q, q if cu_k is None else cu_k
-    )  # fmt: skip
-    tile = tile_of(QUERY_TILES, q, v)
-    attention_query_gradient_kernel[(_num_tiles(num_tokens, tile.block_row, cu_q), num_heads, batch)](
-        *inputs, dq, *arguments, BLOCK_ROW=tile.block_row, BLOCK_COL=tile.block_col,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **shared,
-    )  # fmt: skip
-    if k.numel():
-        tile = tile_of(KEY_TILES, q, v)
-        attention_key_gradient_kernel[(_num_tiles(k.shape[1], tile.block_col, cu_k), k.shape[2], batch)](
-            *inputs, dk, dv, *arguments, BLOCK_ROW=tile.block_row, BLOCK_COL=tile.block_col,
-            num_warps=tile.num_warps, num_stages=tile.num_stages, **shared,
-        )  # fmt: skip
+    visited = cu_q is None and q.numel() > 0
+    dq, dk, dv = (x.new_empty(x.shape) if visited else x.new_zeros(x.shape) for x in (q, k, v))
+    lse = lse.contiguous()
+    delta = torch.empty_like(lse)
+    if q.numel():
+        delta_launch(dout, dlse, out.contiguous(), delta).run()
+        query, key = gradient_launches(dout, q, k, v, lse, delta, rng, cu_q, cu_k, options, dq, dk, dv)
+        query.run()
+        if k.numel():
+            key.run()
     return dq, dk, dv, sink_gradient(sinks, lse, delta)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from plait.kernels.launch import (
+    Launch,
     below_autograd,
     check,
     check_floating,
@@ -72,29 +73,42 @@ def _swiglu_backward(
     tl.store(out_ptr + num_cols, (dout * silu).to(element), mask=mask)
 
 
-def _grid(num_rows: int, num_cols: int) -> tuple[tuple[int, int], int]:
+def forward_launch(gate_up: torch.Tensor, out: torch.Tensor) -> Launch:
+    """out [..., F] is contiguous."""
+    rows, num_cols = rows_of(gate_up), out.shape[-1]
     block = min(_BLOCK_COL, next_power_of_two(num_cols))
-    return (num_rows, triton.cdiv(num_cols, block)), block
+    return Launch(
+        _swiglu_forward,
+        (rows.shape[0], triton.cdiv(num_cols, block)),
+        (rows, out, rows.stride(0), num_cols),
+        {"COMPUTE": triton_dtype(gate_up.dtype), "BLOCK_COL": block},
+    )
+
+
+def backward_launch(dout: torch.Tensor, gate_up: torch.Tensor, grad: torch.Tensor) -> Launch:
+    """grad [..., 2F] is contiguous."""
+    rows, dout_rows, num_cols = rows_of(gate_up), rows_of(dout), dout.shape[-1]
+    block = min(_BLOCK_COL, next_power_of_two(num_cols))
+    return Launch(
+        _swiglu_backward,
+        (rows.shape[0], triton.cdiv(num_cols, block)),
+        (dout_rows, rows, grad, dout_rows.stride(0), rows.stride(0), num_cols),
+        {"COMPUTE": triton_dtype(gate_up.dtype), "BLOCK_COL": block},
+    )
 
 
 def _forward(gate_up: torch.Tensor) -> torch.Tensor:
-    num_cols = gate_up.shape[-1] // 2
     if not use_triton(gate_up):
         gate, up = gate_up.to(compute_dtype(gate_up.dtype)).chunk(2, dim=-1)
         return torch.nn.functional.silu(gate).mul_(up).to(gate_up.dtype)
-    out = torch.empty((*gate_up.shape[:-1], num_cols), dtype=gate_up.dtype, device=gate_up.device)
+    out = gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
     if out.numel():
-        rows = rows_of(gate_up)
-        grid, block = _grid(rows.shape[0], num_cols)
-        _swiglu_forward[grid](
-            rows, out, rows.stride(0), num_cols, COMPUTE=triton_dtype(gate_up.dtype), BLOCK_COL=block
-        )
+        forward_launch(gate_up, out).run()
     return out
 
 
 def _backward(dout: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
-    num_cols = gate_up.shape[-1] // 2
-    grad = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
+    grad = gate_up.new_empty(gate_up.shape)
     if not use_triton(gate_up):
         dtype = compute_dtype(gate_up.dtype)
         gate, up = gate_up.to(dtype).chunk(2, dim=-1)
@@ -103,12 +117,7 @@ def _backward(dout: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
         dup.copy_(torch.nn.functional.silu(gate).mul_(wide))
         dgate.copy_(torch.ops.aten.silu_backward(wide * up, gate))
     elif dout.numel():
-        rows, dout_rows = rows_of(gate_up), rows_of(dout)
-        grid, block = _grid(rows.shape[0], num_cols)
-        _swiglu_backward[grid](
-            dout_rows, rows, grad, dout_rows.stride(0), rows.stride(0), num_cols,
-            COMPUTE=triton_dtype(gate_up.dtype), BLOCK_COL=block,
-        )  # fmt: skip
+        backward_launch(dout, gate_up, grad).run()
     return grad
 
 

@@ -7,7 +7,7 @@ eager, ``torch.compile`` and tracing see one opaque call each way.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,6 +23,29 @@ def _probe_kernel(x_ptr):
 
 # Interpreter mode is fixed when a kernel is decorated, so one decorated kernel tells for the whole process.
 INTERPRETED = not isinstance(_probe_kernel, triton.JITFunction)
+
+
+class Launch(NamedTuple):
+    """One kernel launch as data, so that what is launched and what is inspected offline are the same thing.
+
+    `arguments` are positional, `constants` are the kernel's constexpr parameters by name.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+
+    def run(self) -> None:
+        self.kernel[self.grid](
+            *self.arguments,
+            num_warps=self.num_warps,
+            num_stages=self.num_stages,
+            enable_fp_fusion=True,
+            **self.constants,
+        )
 
 
 def use_triton(x: torch.Tensor) -> bool:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from plait.kernels.launch import (
+    Launch,
     below_autograd,
     check,
     check_floating,
@@ -92,41 +93,65 @@ def _rms_norm_backward(
     tl.store(partial_ptr + program * num_cols + cols, partial, mask=mask)
 
 
+def forward_launch(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float,
+    y: torch.Tensor, h: torch.Tensor, rstd: torch.Tensor,
+) -> Launch:  # fmt: skip
+    """y, h (with a residual) and rstd are contiguous outputs."""
+    rows = rows_of(x)
+    extra = rows if residual is None else rows_of(residual)
+    num_rows, num_cols = rows.shape
+    arguments = (
+        rows, extra, weight.contiguous(), y, h, rstd, rows.stride(0), extra.stride(0), num_cols, eps
+    )  # fmt: skip
+    constants = {
+        "COMPUTE": triton_dtype(x.dtype),
+        "HAS_RESIDUAL": residual is not None,
+        "BLOCK_COL": next_power_of_two(num_cols),
+    }
+    return Launch(_rms_norm_forward, (num_rows,), arguments, constants, from_table(_WARPS, num_cols))
+
+
+def backward_launch(
+    dy: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, dh: torch.Tensor | None,
+    dx: torch.Tensor, partial: torch.Tensor,
+) -> Launch:  # fmt: skip
+    """dx and partial [programs, D] are contiguous outputs; the programs share the rows evenly."""
+    rows, grad = rows_of(h), rows_of(dy)
+    extra = grad if dh is None else rows_of(dh)
+    num_rows, num_cols = rows.shape
+    arguments = (
+        grad, extra, rows, weight.contiguous(), rstd.contiguous(), dx, partial, grad.stride(0), extra.stride(0),
+        rows.stride(0), num_rows, num_cols, triton.cdiv(num_rows, partial.shape[0]),
+    )  # fmt: skip
+    constants = {
+        "COMPUTE": triton_dtype(h.dtype),
+        "HAS_RESIDUAL": dh is not None,
+        "BLOCK_COL": next_power_of_two(num_cols),
+    }
+    return Launch(_rms_norm_backward, (partial.shape[0],), arguments, constants, from_table(_WARPS, num_cols))
+
+
 def _launch_forward(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows = rows_of(x)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    h = torch.empty_like(y) if residual is not None else y
-    rstd = torch.empty(x.shape[:-1], dtype=compute_dtype(x.dtype), device=x.device)
-    extra = rows if residual is None else rows_of(residual)
+    y, rstd = _like(x), _rstd_like(x)
+    h = y if residual is None else _like(x)
     if x.numel():
-        _rms_norm_forward[(rows.shape[0],)](
-            rows, extra, weight.contiguous(), y, h, rstd, rows.stride(0), extra.stride(0), rows.shape[1], eps,
-            COMPUTE=triton_dtype(x.dtype), HAS_RESIDUAL=residual is not None,
-            BLOCK_COL=next_power_of_two(rows.shape[1]), num_warps=from_table(_WARPS, rows.shape[1]),
-        )  # fmt: skip
+        forward_launch(x, residual, weight, eps, y, h, rstd).run()
     return y, h, rstd
 
 
 def _launch_backward(
     dy: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, dh: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, grad = rows_of(h), rows_of(dy)
-    extra = grad if dh is None else rows_of(dh)
-    num_rows, num_cols = rows.shape
-    dx = torch.empty(h.shape, dtype=h.dtype, device=h.device)
+    dx = _like(h)
     if not h.numel():
         return dx, torch.zeros_like(weight)
-    rows_per_program = triton.cdiv(num_rows, _NUM_PARTIALS)
-    num_programs = triton.cdiv(num_rows, rows_per_program)
-    partial = torch.empty(num_programs, num_cols, dtype=rstd.dtype, device=h.device)
-    _rms_norm_backward[(num_programs,)](
-        grad, extra, rows, weight.contiguous(), rstd.contiguous(), dx, partial,
-        grad.stride(0), extra.stride(0), rows.stride(0), num_rows, num_cols, rows_per_program,
-        COMPUTE=triton_dtype(h.dtype), HAS_RESIDUAL=dh is not None,
-        BLOCK_COL=next_power_of_two(num_cols), num_warps=from_table(_WARPS, num_cols),
-    )  # fmt: skip
+    num_rows = rstd.numel()
+    num_programs = triton.cdiv(num_rows, triton.cdiv(num_rows, _NUM_PARTIALS))
+    partial = torch.empty(num_programs, h.shape[-1], dtype=rstd.dtype, device=h.device)
+    backward_launch(dy, h, weight, rstd, dh, dx, partial).run()
     return dx, partial.sum(0).to(weight.dtype)
 
 

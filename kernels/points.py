@@ -1,0 +1,58 @@
+"""Named launches of the Triton kernels at the shapes that training uses, for inspection without a GPU.
+
+A point is what the launcher would launch for meta tensors of that shape: nothing is allocated, nothing runs.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from plait.kernels import flash_launch, gated, rmsnorm
+from plait.kernels.attention_plain import Options
+from plait.kernels.launch import Launch
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _rms_norm(num_cols: int, backward: bool, residual: bool = False) -> Launch:
+    x, weight = _meta(8192, num_cols), _meta(num_cols)
+    extra, rstd = x if residual else None, _meta(8192, dtype=torch.float32)
+    if backward:
+        sums = _meta(257, num_cols, dtype=torch.float32)
+        return rmsnorm.backward_launch(x, x, weight, rstd, extra, x, sums)
+    return rmsnorm.forward_launch(x, extra, weight, 1e-6, x, x, rstd)
+
+
+def _swiglu(num_cols: int, backward: bool) -> Launch:
+    gate_up, out = _meta(8192, 2 * num_cols), _meta(8192, num_cols)
+    return gated.backward_launch(out, gate_up, gate_up) if backward else gated.forward_launch(gate_up, out)
+
+
+def _attention(kernel: str, head_dim: int, options: Options) -> Launch:
+    q, kv = _meta(2, 4096, 32, head_dim), _meta(2, 4096, 8, head_dim)
+    lse, rng = _meta(2, 32, 4096, dtype=torch.float32), _meta(2, dtype=torch.int64)
+    if kernel == "forward":
+        return flash_launch.forward_launch(q, kv, kv, None, rng, None, None, options, q, lse)
+    if kernel == "delta":
+        return flash_launch.delta_launch(q, None, q, lse)
+    launches = flash_launch.gradient_launches(q, q, kv, kv, lse, lse, rng, None, None, options, q, kv, kv)
+    return launches[0 if kernel == "dq" else 1]
+
+
+def points() -> dict[str, Callable[[], Launch]]:
+    """Every point by name, as a function that makes its launch."""
+    found: dict[str, Callable[[], Launch]] = {}
+    for side in ("forward", "backward"):
+        backward = side == "backward"
+        found[f"swiglu.{side}"] = partial(_swiglu, 14336, backward)
+        for num_cols in (4096, 8192):
+            found[f"rms_norm.{side}.{num_cols}"] = partial(_rms_norm, num_cols, backward)
+            found[f"rms_norm_residual.{side}.{num_cols}"] = partial(_rms_norm, num_cols, backward, True)
+    for head_dim in (64, 128):
+        causal = Options(True, head_dim**-0.5, 0, 0.0, 0.0, 0, 0)
+        for kernel in ("forward", "delta", "dq", "dkdv"):
+            found[f"attention.{kernel}.{head_dim}"] = partial(_attention, kernel, head_dim, causal)
+    return found
