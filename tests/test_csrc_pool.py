@@ -111,6 +111,7 @@ def test_closing_gives_the_memory_back():
         ((4096, 1, HUGE), "outside its 2097152 bytes"),
         ((4096, HUGE + 1, 0), "outside"),
         ((4096, 2**63, 2**63), "outside"),
+        ((4096, 2**64 - 10, 100), "outside"),  # The sum wraps around.
         ((0, 1, 0), "address 0"),
     ],
 )

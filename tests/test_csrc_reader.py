@@ -152,6 +152,7 @@ def test_two_swapped_blocks_are_noticed(path):
     [
         ([(SIZE, 1, 4096)], CRCS, {}, "ends after"),
         ([(2**63, 2**63, 4096)], CRCS, {}, "ends after"),
+        ([(100, 2**64 - 10, 4096)], CRCS, {}, "ends after"),  # The sum wraps around.
         ([(0, 1, 0)], CRCS, {}, "address 0"),
         ([], CRCS[:-1], {}, "5 crcs"),
         ([], [*CRCS, 0], {}, "7 crcs"),

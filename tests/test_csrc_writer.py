@@ -104,6 +104,7 @@ def test_an_existing_file_is_refused_and_kept(tmp_path, pool):
         ([(4096, 10, 50), (4096, 10, 59)], {}, "overlaps"),
         ([(4096, 10, 95)], {}, "ends after file_bytes 100"),
         ([(4096, 2**63, 2**63)], {}, "ends after file_bytes 100"),
+        ([(4096, 2**64 - 10, 50)], {}, "ends after file_bytes 100"),  # The sum wraps around.
         ([(0, 10, 50)], {}, "address 0"),
         ([], {"block_bytes": 0}, "block_bytes is 0"),
         ([], {"block_bytes": 1000}, "multiple of 4096"),
