@@ -1,7 +1,7 @@
 """Collectives with their gradients (`copy_to`, `reduce_from`, ...) and without (`all_reduce`, `all_gather`, ...).
 
 Not here: the traffic of the pipeline (p2p.py) and any decision what to reduce. The one idea: on CPU tensors every
-collective is one round of direct messages between the members, two for a large all-reduce (direct.py), and sums are
+collective is one direct exchange between the members, two for a large all-reduce (direct.py), and sums are
 taken in the order of the coordinates. So all members, and an all-reduce and a reduce-scatter, get the same bits for
 every element, 16-bit tensors are summed in fp32 and rounded once, and a pair of ranks needs one message each way,
 where gloo's ring needs several. CUDA tensors take NCCL; without NCCL they are staged through host memory.
@@ -21,11 +21,10 @@ from torch import Tensor
 from plait.parallel.direct import (
     COMBINE,
     Handle,
-    post,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
-    wait_all,
+    wait_for,
 )
 from plait.parallel.mesh import Axis
 
@@ -88,16 +87,18 @@ def reduce_scatter(
     if axis.size == 1:
         result = tensor if out is None else out.copy_(tensor)
         return Handle(None, result) if async_op else result
-    parts = [part.contiguous() for part in _parts(tensor, axis, dim)]
-    out = torch.empty_like(parts[0]) if out is None else out
-    if _on_device(tensor, axis):
-        source = tensor if dim == 0 and tensor.is_contiguous() else torch.cat([p.reshape(-1) for p in parts])
-        work = _scatter_on_device(out.view(-1), source.reshape(-1), group=axis.group, async_op=True)
-        handle = _device_handle(work, out, source)
-    elif tensor.is_cuda:
+    parts = _parts(tensor, axis, dim)
+    out = tensor.new_empty(parts[0].shape) if out is None else out
+    if tensor.is_cuda and not _on_device(tensor, axis):
         handle = _staged(reduce_scatter(tensor.cpu(), axis, dim, async_op=True), out)
     else:
-        handle = start_reduce_scatter(parts, axis, out)
+        lies_in_order = tensor.is_contiguous() and parts[0].is_contiguous()
+        flat = tensor.view(-1) if lies_in_order else torch.cat([part.reshape(-1) for part in parts])
+        if tensor.is_cuda:
+            work = _scatter_on_device(out.view(-1), flat, group=axis.group, async_op=True)
+            handle = _device_handle(work, out, flat)
+        else:
+            handle = start_reduce_scatter(flat, axis, out)
     return handle if async_op else handle.wait()
 
 
@@ -141,11 +142,7 @@ def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Tensor:
         dist.broadcast(tensor, axis.ranks[source], axis.group)
         return tensor
     host = tensor.detach().cpu().contiguous()
-    others = [peer for peer in range(axis.size) if peer != source]
-    if axis.coord == source:
-        wait_all(post(axis, {peer: host for peer in others}, {}), "broadcast", axis)
-    else:
-        wait_all(post(axis, {}, {source: host}), "broadcast", axis)
+    wait_for(dist.broadcast(host, axis.ranks[source], axis.group, async_op=True), "broadcast", axis)
     return tensor if host.data_ptr() == tensor.data_ptr() else tensor.copy_(host)
 
 
@@ -241,18 +238,19 @@ def _start_all_gather(tensor: Tensor, axis: Axis, dim: int, out: Tensor | None) 
     """All-gather of a contiguous tensor, on the CPU by messages straight into place, on CUDA by NCCL."""
     size = axis.size
     stacked = tensor.new_empty((size, *tensor.shape)) if out is None else out
-    slots = stacked.view(size, *tensor.shape).unbind(0)
+    slots = stacked.view(size, *tensor.shape)
+    work, source = None, tensor
     if tensor.is_cuda:
         work = _gather_on_device(stacked.view(-1), tensor.view(-1), group=axis.group, async_op=True)
-        works = [(axis.coord, work)]
-    else:
-        works = start_all_gather(tensor, axis, slots)
+    elif tensor.numel():
+        work, source = start_all_gather(tensor, axis, slots)
 
-    def finish() -> Tensor:
-        wait_all(works, "all_gather", axis)
+    def finish(_keep: Tensor = source) -> Tensor:
+        if work is not None:
+            wait_for(work, "all_gather", axis)
         if out is not None or not tensor.dim():
             return stacked
-        return stacked.flatten(0, 1) if dim == 0 else torch.cat(slots, dim)
+        return stacked.flatten(0, 1) if dim == 0 else torch.cat(slots.unbind(0), dim)
 
     return Handle(finish)
 

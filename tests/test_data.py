@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -425,7 +426,7 @@ def test_gradients_are_those_of_the_mean_over_all_tokens(microbatches):
 
 
 def body_dead_replica(rank):
-    mesh = Mesh.create(dp=4, timeout_s=20)
+    mesh = Mesh.create(dp=4, timeout_s=3)
     model = model_of()
     dp = DataParallel({0: model}, mesh)
     before = [p.detach().clone() for p in model.parameters()]
@@ -444,7 +445,7 @@ def body_dead_replica(rank):
     assert all(not bool(bucket.grads.any()) for bucket in dp.buckets)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     # the survivors go on as a grid of their own
-    line = mesh.line("dp", (0, 1, 2))
+    line = replace(mesh, timeout_s=30).line("dp", (0, 1, 2))
     for bucket in dp.buckets:
         bucket.axis = line
     dp.open(0)
