@@ -1,0 +1,176 @@
+"""Snapshots beside torch's own ways to save: how long training stands still, until the disk has it, until it is back.
+
+One state of fp32 tensors, one process, one disk. A case looks at one quantity, and its providers take turns:
+    stall    from the call until training may go on (and change the tensors)
+    durable  from the call until files and folder are synced; "+fsync" is added here where the peer never syncs
+    restore  from the call until all bytes are in the state's own tensors; "cold": the page cache dropped the files
+Each case has its limit measured in the same rounds: a copy of the state in memory, one direct write, one direct
+read (checksums included). Warm: what a provider keeps between saves (staging memory) is kept, as in a long run.
+A save is loaded and compared bit for bit before its provider is timed, and again in one round drawn at random.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from plait import _C
+from plait.bench.snapshot_peers import State, build
+from plait.bench.spec import Case, CaseResult, Measured, Options, Suite, WrongResultError
+from plait.bench.stats import paired_ratio
+
+MIB = 1 << 20
+LARGE_BYTES = 256 * MIB  # states above get fewer rounds
+LIMITS = {
+    "stall": "a copy of the state into memory that is there already, by torch",
+    "durable": "one write_file of the state",
+    "restore": "one read_ranges of the state, checksums verified",
+}
+ODD = 1013  # elements by which tensor sizes differ: no multiple of a page, a block or a vector
+
+
+def cases(full: bool) -> list[Case]:
+    """64 MiB in 30 tensors; with `full` also warm restores, and 1 GiB in 300."""
+    sizes = [(64, 30), (1024, 300)] if full else [(64, 30)]
+    quantities = (
+        ["stall", "durable", "restore cold", "restore warm"] if full else ["stall", "durable", "restore cold"]
+    )
+    return [
+        Case(
+            f"{mib} MiB in {count}, {quantity}",
+            {"mib": mib, "tensors": count, "quantity": quantity},
+            bytes_moved=float(mib * MIB),
+        )
+        for mib, count in sizes
+        for quantity in quantities
+    ]
+
+
+def make_state(nbytes: int, count: int, seed: int) -> State:
+    """`count` fp32 tensors of random normal numbers, `nbytes` together, of slightly different sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    even, total = nbytes // 4 // count, nbytes // 4
+    sizes = [even + ODD * (index % 3 - 1) for index in range(count - 1)]
+    sizes.append(total - sum(sizes))
+    if min(sizes) < 1:
+        raise ValueError(f"nbytes={nbytes}: too few for {count} tensors; use at least {count * 8 * ODD}")
+    return {f"layer.{index}": torch.randn(size, generator=generator) for index, size in enumerate(sizes)}
+
+
+def drop_from_cache(path: Path) -> None:
+    """Asks the kernel to forget the cached pages of all files under path, which are synced already."""
+    for file in path.rglob("*"):
+        if file.is_file():
+            fd = os.open(file, os.O_RDONLY)
+            try:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+
+
+class Bench:
+    """One case under way: the state, where it is loaded to, and what was measured so far."""
+
+    def __init__(self, root: Path, case: Case, seed: int) -> None:
+        self.root, self.quantity = root, case.params["quantity"]
+        self.kind = self.quantity.split()[0]
+        self.state = make_state(case.params["mib"] * MIB, case.params["tensors"], seed)
+        self.target = {name: torch.empty_like(value) for name, value in self.state.items()}
+        self.providers, self.skipped = build(root / "plait", self.state)
+        if self.kind == "restore":  # both ways of DCP leave the same files
+            self.providers = {n: p for n, p in self.providers.items() if not n.startswith("dcp async")}
+        self.samples: dict[str, dict[str, list[float]]] = {name: {} for name in self.providers}
+        self.count = 0
+
+    def turn(self, name: str, *, counted: bool, checked: bool) -> None:
+        """One provider's turn of a round: new values, save, load where asked, remove."""
+        provider = self.providers[name]
+        self.count += 1
+        for value in self.state.values():
+            value[0] = float(self.count)
+        saved = provider.save(self.root / f"save-{self.count}", self.state)
+        times = {"stall": saved.stall_s, "durable": saved.durable_s}
+        if self.kind == "restore" or checked:
+            seconds = self.restore(name, saved.path, checked)
+            if self.kind == "restore":
+                times["restore"] = seconds
+        shutil.rmtree(saved.path)
+        for quantity, seconds in times.items() if counted else ():
+            self.samples[name].setdefault(quantity, []).append(seconds)
+
+    def restore(self, name: str, path: Path, checked: bool) -> float:
+        """Loads into poisoned tensors and returns the seconds; WrongResultError where the bits differ."""
+        for value in self.target.values():
+            value.fill_(float("nan"))
+        if not self.quantity.endswith("warm"):
+            drop_from_cache(path)
+        start = time.perf_counter()
+        self.providers[name].load(path, self.target)
+        seconds = time.perf_counter() - start
+        for key, value in self.state.items() if checked else ():
+            if not torch.equal(value.view(torch.int32), self.target[key].view(torch.int32)):
+                raise WrongResultError(f"{name}: {key} differs from what was saved")
+        return seconds
+
+
+def measure(case: Case, options: Options) -> CaseResult:
+    """Runs one case; params may name a `folder` on the disk to measure (default: the system's temporary folder).
+
+    The 1 GiB state takes at most 5 rounds. ValueError where the disk lacks room; one state lies on it at a time.
+    """
+    nbytes = case.params["mib"] * MIB
+    rounds = min(options.rounds, 5) if nbytes > LARGE_BYTES else options.rounds
+    warmup = min(options.warmup, 1)  # one turn faults in the staging memory; the check before it made all folders
+    order = random.Random(options.seed)
+    with tempfile.TemporaryDirectory(prefix="plait-bench-", dir=case.params.get("folder")) as text, quiet():
+        facts = _C.io_facts(text)
+        if facts["free_bytes"] < 3 * nbytes:
+            raise ValueError(f"folder {text!r} has {facts['free_bytes']} bytes free; this case needs {3 * nbytes}")
+        bench = Bench(Path(text), case, options.seed)
+        try:
+            names = list(bench.providers)
+            for name in names:
+                bench.turn(name, counted=False, checked=True)
+            looked_at = warmup + order.randrange(rounds)
+            for index in range(warmup + rounds):
+                order.shuffle(names)
+                for name in names:
+                    bench.turn(name, counted=index >= warmup, checked=index == looked_at)
+        finally:
+            for provider in bench.providers.values():
+                provider.close()
+    how = "direct I/O" if facts["direct_io"] else f"buffered I/O ({facts['direct_io_reason']})"
+    note = f"host_wall, one process, {facts['filesystem']} with {how}, {rounds} rounds; limit: {LIMITS[bench.kind]}"
+    return CaseResult(case, "plait", {**results_of(bench), **bench.skipped}, note)
+
+
+def results_of(bench: Bench) -> dict[str, Measured]:
+    """One entry a provider: samples of the case's quantity, medians of the others, and the distance to the limit."""
+    limit = bench.samples["limit"][bench.kind]
+    results = {}
+    for name, samples in bench.samples.items():
+        figures = {f"{kind}_s": median(values) for kind, values in samples.items() if kind != bench.kind}
+        figures["x limit"] = paired_ratio(limit, samples[bench.kind])[0]
+        results[name] = Measured(samples[bench.kind], "loaded and compared bit for bit, twice", figures)
+    return results
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps DCP from saying at every save that there is no process group: this suite has one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is", category=UserWarning)
+        yield
+
+
+SUITE = Suite("snapshots", "saving and restoring a state of fp32 tensors, ours and torch's ways", cases, measure)
