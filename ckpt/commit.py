@@ -6,6 +6,7 @@ the attempt folder only, and the snapshot exists from one rename on. The order i
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -67,9 +68,9 @@ class Writer:
     timeout_s: float
     stop: threading.Event
 
-    def wait(self, look: Callable[[], T | None], late: Callable[[], str]) -> T:
-        """Looks until there is an answer. SnapshotError with `late()` at the time limit."""
-        deadline = time.monotonic() + self.timeout_s
+    def wait(self, look: Callable[[], T | None], late: Callable[[], str], limits: int = 1) -> T:
+        """Looks until there is an answer. SnapshotError with `late()` after `limits` time limits."""
+        deadline = time.monotonic() + limits * self.timeout_s
         pause = _POLL_S[0]
         while True:
             found = look()
@@ -108,9 +109,9 @@ def write_part(writer: Writer, attempt: str, step: int, captured: Captured, capt
 def _write_data(writer: Writer, path: Path, captured: Captured, capturer: Capturer) -> DataFile:
     layout = captured.layout
     file_bytes = len(layout.header) + layout.data_bytes
-    free = _C.free_bytes(writer.io, path.parent)
+    free = free_space(writer.io, path.parent)
     if free < file_bytes:
-        raise OSError(28, f"write: {file_bytes} bytes are needed, {free} are free", str(path))
+        raise OSError(errno.ENOSPC, f"write: {file_bytes} bytes are needed, {free} are free", str(path))
     result = _C.write_file(
         writer.io,
         path,
@@ -124,6 +125,11 @@ def _write_data(writer: Writer, path: Path, captured: Captured, capturer: Captur
         background=True,
     )
     return DataFile(path.name, file_bytes, BLOCK_BYTES, tuple(result.crcs))
+
+
+def free_space(io: _C.Io, path: Path) -> int:
+    """Returns the bytes that this user may still write."""
+    return _C.free_bytes(io, path)
 
 
 def post_error(writer: Writer, attempt: str, text: str) -> None:
@@ -236,7 +242,10 @@ def await_commit(writer: Writer, attempt: str, step: int) -> Path:
                 return found.path
         raise SnapshotError(f"attempt {attempt} of step {step} was abandoned: '{folder}' is gone")
 
-    return writer.wait(look, lambda: f"rank 0 did not commit step {step} within {writer.timeout_s:g} s ('{folder}')")
+    def late() -> str:
+        return f"rank 0 did not commit step {step} within {2 * writer.timeout_s:g} s ('{folder}')"
+
+    return writer.wait(look, late, limits=2)  # rank 0 may itself wait one limit for a dead rank, and then names it
 
 
 def read_attempt(io: _C.Io, folder: Path) -> str | None:

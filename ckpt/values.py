@@ -8,7 +8,6 @@ hex, so that every bit (of NaN too) comes back; the grammar is in docs/format.md
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import struct
 from collections import Counter, OrderedDict
@@ -64,7 +63,7 @@ def decode(value: Any, where: str) -> Any:
     tag, content = tags[0], value[tags[0]]
     try:
         return _decode_tag(tag, content, where)
-    except (ValueError, TypeError, KeyError, binascii.Error, RuntimeError) as error:
+    except (ArithmeticError, AttributeError, TypeError, KeyError, ValueError, RuntimeError) as error:
         if isinstance(error, SnapshotDamaged):
             raise
         raise SnapshotDamaged(f"{where}: {tag} has a wrong content ({error})") from error
@@ -114,7 +113,7 @@ def _encode_tensor(value: torch.Tensor, path: str) -> dict[str, Any]:
     plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
     if not plain or value.is_meta or value.numel() * value.element_size() > MAX_TENSOR_BYTES:
         raise StateError(f"{path} is {describe(value)} of {tuple(value.shape)}{_hint(value)}")
-    data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    data = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach()).reshape(-1).view(torch.uint8)
     return {
         "dtype": str(value.dtype).removeprefix("torch."),
         "shape": list(value.shape),

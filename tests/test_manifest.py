@@ -53,7 +53,9 @@ FRAGMENT = st.builds(
     rank=SIZE,
     world_size=SIZE,
     file=st.none()
-    | st.builds(DataFile, name=NAME, bytes=SIZE, block_bytes=SIZE, crc32c=st.lists(st.integers(0, 2**32 - 1)).map(tuple)),
+    | st.builds(
+        DataFile, name=NAME, bytes=SIZE, block_bytes=SIZE, crc32c=st.lists(st.integers(0, 2**32 - 1)).map(tuple)
+    ),
     pieces=st.lists(PIECE, max_size=3).map(tuple),
     aliases=st.dictionaries(NAME, NAME, max_size=3),
     objects=st.dictionaries(NAME, st.integers() | NAME, max_size=3),

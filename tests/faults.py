@@ -1,0 +1,117 @@
+"""Small states for snapshot tests, and ways to break things: failing I/O, killed children, damaged files."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from plait import _C
+from plait.ckpt import PerRank, Snapshots
+
+KILLED = 137  # what FaultIo exits with
+
+
+def small_state(seed: int) -> dict[str, Any]:
+    """About 64 KiB in a few tensors; every seed gives other bits everywhere."""
+    generator = torch.Generator().manual_seed(seed)
+    model = {f"layer.{i}": torch.randn(32, 64, generator=generator) for i in range(6)}
+    moments = {name: torch.rand(tensor.shape, generator=generator) for name, tensor in model.items()}
+    return {
+        "model": model,
+        "moments": moments,
+        "step": seed,
+        "loss": seed / 3,
+        "rng": PerRank(bytes([seed % 256] * 5)),
+    }
+
+
+def empty_state() -> dict[str, Any]:
+    """The same structure with nothing in it."""
+    state = small_state(0)
+    for part in ("model", "moments"):
+        for tensor in state[part].values():
+            tensor.zero_()
+    return {**state, "step": -1, "loss": 0.0, "rng": PerRank(b"")}
+
+
+def is_small_state(values: dict[str, Any], seed: int) -> bool:
+    """True when restored values are exactly those of the seed: never a mixture."""
+    wanted = small_state(seed)
+    tensors = all(torch.equal(values[p][n], wanted[p][n]) for p in ("model", "moments") for n in wanted[p])
+    return tensors and (values["step"], values["loss"], values["rng"]) == (seed, seed / 3, wanted["rng"].value)
+
+
+def restored_seed(root: Path) -> int | None:
+    """Restores the newest good snapshot into an empty state; returns its seed after checking every bit, or None."""
+    snapshots = Snapshots(root, read_only=True)
+    if snapshots.latest() is None:
+        return None
+    values = snapshots.restore(empty_state()).values
+    assert is_small_state(values, values["step"]), "a mixture of two snapshots was restored"
+    return values["step"]
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Runs `work` in a forked child; returns its exit status: 0, KILLED, or 1 for an exception."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        torch.set_num_threads(1)  # the parent's thread pool does not survive a fork
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    _, wait_status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(wait_status)
+
+
+def on_ranks(world_size: int, work: Callable[[int], Any]) -> list[Any]:
+    """Runs `work(rank)` in one thread a rank, without a process group; returns results, or raises the first error."""
+    results: list[Any] = [None] * world_size
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(rank)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def failing(name: str, error: int) -> _C.FaultIo:
+    """Returns an Io whose operations of one name all fail with an errno; the others work."""
+    io = _C.FaultIo([(0, "errno", error)], sticky=True, only=[name])
+    with pytest.raises(OSError):  # the scripted operation, whatever its name, starts it
+        _C.free_bytes(io, "/")
+    return io
+
+
+def count_ops(work: Callable[[_C.FaultIo], None]) -> list[tuple[str, str]]:
+    """Runs `work` with an Io that only counts; returns its operations in order."""
+    io = _C.FaultIo([])
+    work(io)
+    return list(io.ops)
+
+
+def flip(path: Path, at: int, bit: int = 0) -> None:
+    """Flips one bit of a file in place."""
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ (1 << bit)]))
