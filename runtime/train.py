@@ -56,7 +56,7 @@ class Trainer:
         config = plan.config
         self.plan, self.rank, self.mesh = plan, rank, mesh
         self.everyone = mesh.axis(*mesh.grid.names)
-        stages = build_stages(
+        self.stages = stages = build_stages(
             plan.model,
             mesh,
             plan.schedule,
@@ -82,6 +82,7 @@ class Trainer:
         )
         self.progress = Progress(plan.model, config.seed, self.optimizer)
         self.state = run_state(self.progress)
+        self.loss = math.nan  # of the last step
         self.stall_s = 0.0  # since the last step ended
         self.session = self._agree_on_session()
         self.snapshots = Snapshots(
@@ -144,8 +145,11 @@ class Trainer:
     def _steps(self) -> bool:
         """Steps until the end or a stop, whose state is saved; returns whether it was a stop."""
         config, stopping = self.plan.config, False
-        if self.progress.step >= config.steps and self.snapshots.latest() is None:
-            self.save(last=True)  # of --from: the other run's state, cut for this grid
+        if self.progress.step >= config.steps:
+            if self.reporter:
+                self.reporter.note(f"nothing left to train: step {self.progress.step} of {config.steps} is done")
+            if self.snapshots.latest() is None:
+                self.save(last=True)  # of --from: the other run's state, cut for this grid
         while self.progress.step < config.steps and not stopping:
             stopping = self.step()
             last = stopping or self.progress.step == config.steps
@@ -167,9 +171,9 @@ class Trainer:
         result = self.pipeline.step(inputs, batch.targets, batch.num_tokens, metrics="local")
         computed = time.perf_counter()
         self.dp.finish()
-        loss, norm, stopping, busy_s = self._agree(result.loss)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise RuntimeError(f"step {step + 1}: loss {loss}, gradient norm {norm}; a lower --lr may help")
+        self.loss, norm, stopping, busy_s = self._agree(result.loss)
+        if not (math.isfinite(self.loss) and math.isfinite(norm)):
+            raise RuntimeError(f"step {step + 1}: loss {self.loss}, gradient norm {norm}; a lower --lr may help")
         reduced = time.perf_counter()
         factor = clip_factor(torch.tensor(norm, dtype=torch.float64), MAX_NORM)
         self.optimizer.step(lr, WEIGHT_DECAY, float(factor))
@@ -178,7 +182,7 @@ class Trainer:
             ended = time.perf_counter()
             record = StepRecord(
                 step=self.progress.step,
-                loss=loss,
+                loss=self.loss,
                 num_tokens=batch.num_tokens,
                 wall_s=ended - started + self.stall_s,
                 pipeline_s=computed - started,

@@ -146,6 +146,24 @@ def test_a_killed_rank_is_named_and_nothing_half_is_left(tmp_path: Path) -> None
     assert not list((tmp_path / "run").glob("step-*"))
 
 
+def test_a_second_start_reports_the_recovery_and_a_third_has_nothing_to_do(tmp_path: Path) -> None:
+    flags = f"--mesh dp=2 --out {tmp_path / 'run'}"
+    running = launchers.start(f"{SMALL} {flags} --save-every 2 --steps 100000".split())
+    assert running.read_until("snapshot 2 durable") and running.read_until("^step ")
+    os.kill(running.pid, signal.SIGKILL)
+    assert running.finish()[0] == -signal.SIGKILL
+    launchers.assert_gone(running.rank_pids)
+    steps = max(
+        json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[1:]
+    )
+    out = run(f"{flags} --steps {steps + 2}")
+    assert "RTO, kill to regained step" in out
+    said = metrics(tmp_path / "run")
+    assert said["rto_s"] > said["restart_s"] > 0.0 and 0.0 < said["goodput"] < 1.0
+    out = run(f"{flags} --steps {steps + 2}")
+    assert f"nothing left to train: step {steps + 2} of {steps + 2} is done" in out and "RTO" not in out
+
+
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     flags = f"{SMALL} --mesh dp=2 --steps 50 --lr 1e30 --out {tmp_path / 'run'}"
     status, out = launchers.train(flags.split())
