@@ -139,6 +139,7 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
 def test_a_killed_rank_is_named_and_nothing_half_is_left(tmp_path: Path) -> None:
     running = launchers.start(f"{SMALL} --mesh dp=2,tp=2 --steps 100000 --out {tmp_path / 'run'}".split())
     assert running.read_until("step 2/")
+    assert len(os.listdir(f"/proc/{running.pid}/task")) == 1, "a launcher with threads must not fork"
     os.kill(running.rank_pids[3], signal.SIGKILL)
     status, out = running.finish()
     assert status == 1 and f"rank 3 (pid {running.rank_pids[3]}) was killed by SIGKILL" in out
