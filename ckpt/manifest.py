@@ -11,7 +11,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from plait.ckpt.errors import SnapshotDamaged
@@ -164,7 +164,7 @@ FORMATS = {
 
 def to_bytes(record: Fragment | Objects | Manifest | Run) -> bytes:
     """Returns the file's bytes: a line of JSON, a line with its digest."""
-    line = json.dumps(asdict(record), separators=(",", ":"), allow_nan=False).encode()
+    line = json.dumps(vars(record), separators=(",", ":"), allow_nan=False, default=vars).encode()
     return line + b"\nsha256:" + hashlib.sha256(line).hexdigest().encode() + b"\n"
 
 

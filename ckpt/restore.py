@@ -33,7 +33,7 @@ class Report:
     """What a restore did. Names are those of the snapshot ("model/norm.weight").
 
     missing: in the state only, allowed and left as they were. unexpected: in the snapshot only, allowed and not read.
-    per_rank_missing: PerRank values that the snapshot has not for this rank; left as they were. cast: tensors
+    per_rank_missing: PerRank values that the snapshot has for other ranks only; left as they were. cast: tensors
     converted to the state's dtype. skipped: newer snapshots passed over, with the reason.
     """
 
@@ -122,7 +122,7 @@ def restore_state(
     for folder in candidates(root, step):
         with ExitStack() as held:
             opened = _open(io, folder, threads, flat, rank, wanted, held)
-            names = sorted(flat.tensors.keys() | flat.values.keys())
+            names = sorted(flat.tensors.keys() | flat.values.keys() | flat.per_rank.keys())
             words = agreement.exchange([folder.path.name, opened.status, opened.text, names])
             reason = _common_verdict(folder, words)
             if reason is None:
@@ -205,8 +205,10 @@ def _common_verdict(folder: StepFolder, words: list[list[Any]]) -> str | None:
 
 def _match(flat: Flat, reader: SnapshotReader, rank: int, wanted: Wanted) -> _Match:
     """Lays the state over the snapshot. StateError lists every name, shape and dtype that does not fit."""
-    table = reader.table
-    missing = [n for n in flat.tensors if n not in table.names] + [n for n in flat.values if n not in reader.values]
+    table, per_rank = reader.table, _per_rank_names(reader)
+    stored = table.names
+    missing = [n for n in flat.tensors if n not in stored] + [n for n in flat.values if n not in reader.values]
+    missing += [n for n in flat.per_rank if n not in per_rank]
     refused = [n for n in missing if not _allowed(n, wanted.allow_missing)]
     problems = []
     if refused:
@@ -214,7 +216,7 @@ def _match(flat: Flat, reader: SnapshotReader, rank: int, wanted: Wanted) -> _Ma
     tied = find_aliases(list(flat.tensors.values()))
     targets, cast = [], []
     for name, leaf in flat.tensors.items():
-        if name not in table.names:
+        if name not in stored:
             continue
         entry = table.entry(name)
         if leaf.full_shape != entry.full_shape:
@@ -225,7 +227,7 @@ def _match(flat: Flat, reader: SnapshotReader, rank: int, wanted: Wanted) -> _Ma
             problems.append(
                 f"{leaf.path} is {leaf.tensor.dtype}, the snapshot's {name!r} {entry.dtype}; allow it by cast="
             )
-        elif name in tied and tied[name] in table.names and _same_bytes(entry, table.entry(tied[name]), leaf.path):
+        elif name in tied and tied[name] in stored and _same_bytes(entry, table.entry(tied[name]), leaf.path):
             continue
         else:
             if leaf.tensor.dtype != entry.dtype:
@@ -236,7 +238,7 @@ def _match(flat: Flat, reader: SnapshotReader, rank: int, wanted: Wanted) -> _Ma
     results = {n: decode(reader.values[n], f"value {n!r}") for n in flat.values if n in reader.values}
     own = reader.fragments[rank].per_rank if rank < len(reader.fragments) else {}
     results.update({n: decode(own[n], f"per-rank value {n!r}") for n in flat.per_rank if n in own})
-    per_rank_missing = tuple(n for n in flat.per_rank if n not in own)
+    per_rank_missing = tuple(n for n in flat.per_rank if n in per_rank and n not in own)
     return _Match(tuple(targets), results, tuple(missing), per_rank_missing, tuple(cast))
 
 
@@ -253,11 +255,16 @@ def _same_bytes(entry: TensorEntry, other: TensorEntry, path: str) -> bool:
 def _unexpected(reader: SnapshotReader, words: list[list[Any]], wanted: Wanted) -> tuple[str, ...]:
     """Returns names of the snapshot that no rank's state has. StateError when they are not allowed."""
     known = {name for word in words for name in word[3]}
-    unexpected = sorted(name for name in reader.table.names | reader.values.keys() if name not in known)
+    names = reader.table.names | reader.values.keys() | _per_rank_names(reader)
+    unexpected = sorted(name for name in names if name not in known)
     refused = [name for name in unexpected if not _allowed(name, wanted.allow_unexpected)]
     if refused:
         raise StateError(f"{reader.folder}: not in the state of any rank: {_names(refused)}")
     return tuple(unexpected)
+
+
+def _per_rank_names(reader: SnapshotReader) -> set[str]:
+    return {name for fragment in reader.fragments for name in fragment.per_rank}
 
 
 def _allowed(name: str, patterns: Iterable[str]) -> bool:

@@ -116,7 +116,7 @@ def test_killed_in_the_middle_of_every_write(old):
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("sticky", [False, True], ids=["once", "from_there_on"])
 def test_an_error_at_every_operation(old, number, sticky):
-    """Case L13: the error is raised with its path, own remains go as far as the disk lets them, the next save works."""
+    """Case L13: the error is raised with its path, its own remains go as far as possible, the next save works."""
     ops = count_ops(lambda io: save_new(fresh(old, "count"), io))
     commit = next(i for i, (name, path) in enumerate(ops) if name == "rename" and path.endswith("step-000000002"))
     raised = 0

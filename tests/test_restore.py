@@ -494,6 +494,17 @@ def test_per_rank_values_need_their_rank_and_nothing_else(tmp_path):
     assert restored.values["rng"] == {"seed": 0, "state": (1, b"x")} and restored.report.saved_world_size == 2
 
 
+def test_per_rank_values_are_strict_both_ways(tmp_path):
+    with Snapshots(tmp_path) as snapshots:
+        snapshots.save(1, {"rng": PerRank(1)}).wait()
+        with pytest.raises(StateError, match="not in the state of any rank: 'rng'"):
+            snapshots.restore({})
+        with pytest.raises(StateError, match="missing in the snapshot: 'other'"):
+            snapshots.restore({"rng": PerRank(0), "other": PerRank(0)})
+        restored = snapshots.restore({"other": PerRank(5)}, allow_missing=["other"], allow_unexpected=["rng"])
+    assert restored.values == {"other": 5} and restored.report.per_rank_missing == ()
+
+
 def test_struct_of_digest_is_what_the_page_says(tmp_path):
     """The data digest of the manifest is SHA-256 over CRC32C as little-endian uint32, of 4 MiB blocks from byte 0."""
     import hashlib

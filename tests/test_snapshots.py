@@ -73,6 +73,20 @@ def test_every_dtype_and_layout_comes_back_bit_for_bit(tmp_path):
         assert bits(blanks[name]) == bits(tensor), name
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_device_tensors_are_captured_at_the_call_and_restored(tmp_path):
+    weights = torch.randn(1000, 300, device="cuda")
+    before, target = weights.cpu(), torch.zeros(300, 1000, device="cuda")
+    with Snapshots(tmp_path) as snapshots:
+        handle = snapshots.save(1, {"w": weights.t(), "half": weights[:7].bfloat16()})
+        weights.zero_()
+        handle.wait()
+        half = torch.zeros(7, 300, dtype=torch.bfloat16, device="cuda")
+        snapshots.restore({"w": target, "half": half})
+    assert torch.equal(target.cpu(), before.t()) and torch.equal(half.cpu(), before[:7].bfloat16())
+
+
 def test_strided_targets_are_filled_in_place(tmp_path):
     source = {"a": torch.randn(6, 4), "b": torch.randn(5).to(torch.bfloat16), "c": torch.randn(2, 3, 4)}
     big = torch.zeros(6, 9)
