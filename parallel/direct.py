@@ -2,8 +2,9 @@
 
 Not here: gradients, CUDA tensors and arguments of users (collectives.py). The one idea: each member sends to each
 other member at once and sums what it gets in the order of the coordinates. One exchange (two for a large all-reduce)
-means few thread switches, and these are what a small collective between processes costs: an all-reduce of 64 KiB
-between 2 ranks takes 50 us of CPU time per rank and 90 us, by gloo's own 75 and 150 (torch 2.13).
+means few thread switches, and these are what a small collective between processes costs. Measured for 64 KiB and 8
+ranks that share 2 busy cores (torch 2.13): an all-reduce among 8 takes 5.9 ms, gloo's own 17.7 ms; in pairs 1.2 ms
+and 210 us of CPU time, gloo's 1.4 ms and 260 us; a reduce-scatter among 8 takes 2.9 ms, gloo's 83 ms.
 
 An exchange is gloo's all-to-all and not its send and recv, because gloo posts the latter on the calling thread under
 a lock for which its own I/O thread spins: on busy cores the caller loses the core inside, and 60 us become 3 ms.

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.parallel.mesh import ORDER, Axis, GridShape, Mesh, check_grid, parse_mesh
@@ -16,6 +16,7 @@ from tests.ranks import run_ranks
 grids = st.dictionaries(st.sampled_from(ORDER), st.integers(1, 4), min_size=1).map(GridShape.of)
 
 
+@settings(deadline=None)
 @given(grids)
 def test_coords_and_ranks_are_inverse(grid):
     assert grid.world_size == math.prod(grid.shape)
@@ -24,6 +25,7 @@ def test_coords_and_ranks_are_inverse(grid):
     assert all(grid.rank_of(**grid.coords(rank)) == rank for rank in range(grid.world_size))
 
 
+@settings(deadline=None)
 @given(grids, st.sets(st.sampled_from(ORDER)))
 def test_groups_cover_the_world_once(grid, names):
     groups = grid.groups(*names)
@@ -35,6 +37,7 @@ def test_groups_cover_the_world_once(grid, names):
             assert grid.ranks(rank, *names) == group
 
 
+@settings(deadline=None)
 @given(grids)
 def test_an_axis_lists_its_ranks_by_coordinate(grid):
     """What makes group ranks equal coords: along one axis, ascending rank is ascending coord."""
@@ -44,12 +47,14 @@ def test_an_axis_lists_its_ranks_by_coordinate(grid):
             assert [grid.coords(other)[name] for other in line] == list(range(grid.sizes[name]))
 
 
+@settings(deadline=None)
 @given(grids)
 def test_the_innermost_axis_has_consecutive_ranks(grid):
     name = grid.names[-1]
     assert all(group == tuple(range(group[0], group[0] + len(group))) for group in grid.groups(name))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 9), st.integers(0, 100))
 def test_split_gives_everything_once(size, n):
     offset = 0
