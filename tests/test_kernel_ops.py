@@ -1,0 +1,184 @@
+"""Every registered op: opcheck, gradcheck, one graph under torch.compile, no torch.distributed in the sources."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import plait.kernels as kernels
+from tests.cases import interpret, needs_interpreter, normal
+
+OPS = torch.ops.plait
+RNG = torch.tensor([1, 2])
+TOKENS = torch.tensor([[0, 3, 7], [5, 4, 2]])
+CU = torch.tensor([0, 2, 5], dtype=torch.int32)
+
+
+def _x(*shape, seed=0):
+    return normal(*shape, seed=seed).requires_grad_()
+
+
+def _c(*shape, seed=0):
+    return normal(*shape, seed=seed)
+
+
+def _attention(*extra, causal=True, window=0, softcap=0.0, dropout=0.0):
+    sinks, rng, cu_q, cu_k = extra or (None,) * 4
+    return (
+        _x(1, 5, 4, 16), _x(1, 5, 2, 16, seed=1), _x(1, 5, 2, 16, seed=2),
+        sinks, rng, cu_q, cu_k, causal, 0.25, window, softcap, dropout, 0, 0,
+    )  # fmt: skip
+
+
+# Every op that kernels/ registers, by name, with one or more argument lists. Gradients of gradients have no ops.
+CASES = {
+    "rms_norm": [(_x(2, 3, 8), _x(8), 1e-6)],
+    "rms_norm_residual": [(_x(2, 3, 8), _x(2, 3, 8, seed=1), _x(8), 1e-6)],
+    "rms_norm_grad": [(_c(2, 3, 8), _c(2, 3, 8), _c(8), _c(2, 3), None)],
+    "swiglu": [(_x(2, 3, 8),)],
+    "swiglu_grad": [(_c(2, 3, 4), _c(2, 3, 8))],
+    "linear": [(_x(2, 3, 8), _x(4, 8), _x(4), _x(2, 3, 4)), (_x(3, 8), _x(4, 8), None, None)],
+    "linear_act": [(_x(2, 3, 8), _x(4, 8), _x(4), None, code) for code in (1, 2, 3, 4)],
+    "activation_grad": [(_c(2, 3), _c(2, 3, seed=1), 1)],
+    "linear_dgrad": [(_x(2, 3, 4), _x(4, 8))],
+    "linear_wgrad": [(_x(2, 3, 8), _x(2, 3, 4))],
+    "linear_wgrad_": [(_c(2, 3, 8), _c(2, 3, 4), _c(4, 8), True)],
+    "linear_swiglu": [(_x(2, 3, 8), _x(4, 8))],
+    "rope": [(_x(2, 3, 2, 8), _x(2, 3, 1, 8), _c(3, 3), _c(3, 3, seed=1), False)],
+    "rope_": [(_c(2, 3, 2, 8), _c(2, 3, 1, 8), _c(3, 3), _c(3, 3), False)],
+    "embedding": [(TOKENS, _x(5, 4), 2)],
+    "embedding_grad": [(_c(2, 3, 4), TOKENS, 5, 2)],
+    "embedding_grad_": [(_c(2, 3, 4), TOKENS, _c(5, 4), 2, True)],
+    "dropout": [(_x(2, 3, 8), RNG, 0.25, 1, 2, 3)],
+    "cross_entropy_stats": [(_c(3, 9), TOKENS[0], 2.0)],
+    "cross_entropy_grad": [(_c(3, 9), TOKENS[0], _c(3), _c(3), 0.1, 0.1, 2.0)],
+    "linear_cross_entropy_stats": [(_c(3, 4), _c(9, 4), TOKENS[0], 0, 0.0)],
+    "linear_cross_entropy_grad": [
+        (_c(3, 4), _c(9, 4), TOKENS[0], _c(3), _c(3), _c(9, 4), 0, 9, 0.1, 0.1, 2.0, True),
+        (_c(3, 4), _c(9, 4), TOKENS[0], _c(3), _c(3), None, 0, 9, 0.0, 0.0, 0.0, False),
+    ],
+    "l2_norm_squared": [([_c(3), _c(2, 2)],)],
+    "adamw_": [
+        ([_c(3)], [_c(3)], [_c(3)], [_c(3).square()], [], torch.tensor(0.5), 1, 0.1, 0.9, 0.99, 1e-8, 0.1),
+        ([_c(3)], [_c(3)], [_c(3)], [_c(3).square()], [_c(3)], None, 2, 0.1, 0.9, 0.99, 1e-8, 0.1),
+    ],
+    "attention": [
+        _attention(),
+        _attention(causal=False),
+        _attention(_x(4), RNG, None, None, window=2, softcap=2.0, dropout=0.25),
+        _attention(None, None, CU, CU),
+    ],
+    "attention_grad": [
+        (_c(1, 5, 4, 16), None, _c(1, 5, 4, 16), _c(1, 5, 2, 16), _c(1, 5, 2, 16), _c(1, 5, 4, 16), _c(1, 4, 5),
+         *_attention()[3:])
+    ],
+}  # fmt: skip
+
+
+def test_the_table_names_every_registered_op():
+    registered = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("plait::")}
+    assert registered == set(CASES)
+
+
+def _each(names):
+    return [pytest.param(n, a, id=f"{n}-{i}") for n in names for i, a in enumerate(CASES[n])]
+
+
+@pytest.mark.parametrize("name,arguments", _each(CASES))
+def test_opcheck(name, arguments):
+    opcheck(getattr(OPS, name).default, arguments)
+
+
+@interpret
+@needs_interpreter
+@pytest.mark.parametrize("name,arguments", _each(["rms_norm_residual", "swiglu", "attention"]))
+def test_opcheck_of_interpreted_kernels(name, arguments):
+    opcheck(getattr(OPS, name).default, arguments)
+
+
+DIFFERENTIABLE = [
+    n for n, cases in CASES.items() if any(isinstance(a, torch.Tensor) and a.requires_grad for a in cases[0])
+]
+
+
+def _gradcheck(name, arguments):
+    op = getattr(OPS, name).default
+    places = [i for i, a in enumerate(arguments) if isinstance(a, torch.Tensor) and a.requires_grad]
+
+    def call(*tensors):
+        values = list(arguments)
+        for place, tensor in zip(places, tensors, strict=True):
+            values[place] = tensor
+        out = op(*values)
+        out = out if isinstance(out, tuple) else (out,)
+        return tuple(o for o in out if o.requires_grad)
+
+    assert torch.autograd.gradcheck(call, [arguments[i] for i in places], fast_mode=True)
+
+
+@pytest.mark.parametrize("name,arguments", _each(DIFFERENTIABLE))
+def test_gradcheck_in_fp64(name, arguments):
+    _gradcheck(name, arguments)
+
+
+@interpret
+@needs_interpreter
+@pytest.mark.parametrize("name,arguments", _each(["rms_norm", "swiglu", "attention"]))
+def test_gradcheck_of_interpreted_kernels_in_fp64(name, arguments):
+    _gradcheck(name, arguments)
+
+
+def _block(x, weight, gate_up, q, k, v, cos, sin, table):
+    normed, h = kernels.rms_norm(x, weight, residual=x)
+    hidden = kernels.linear_swiglu(normed, gate_up)
+    hidden = kernels.linear(hidden, gate_up[:6, :4], activation="gelu")
+    q, k = kernels.rope(q, k, cos, sin)
+    out, lse = kernels.attention(q, k, v, return_lse=True, window=3, dropout_p=0.25, rng=RNG)
+    loss = kernels.linear_cross_entropy(x, table, TOKENS) + kernels.cross_entropy(h, TOKENS)
+    rows = kernels.embedding(TOKENS, table) + kernels.dropout(x, 0.25, RNG)
+    return loss + hidden.sum() + out.square().sum() + lse.sum() + kernels.swiglu(rows).sum()
+
+
+BLOCK = (
+    _x(2, 3, 8), _x(8), _x(8, 8, seed=1), _x(2, 5, 4, 8), _x(2, 5, 2, 8), _x(2, 5, 2, 8, seed=3),
+    _c(5, 4), _c(5, 4, seed=1), _x(8, 8, seed=2),
+)  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_block_compiles_to_one_graph_with_the_same_gradients():
+    inputs = [x for x in BLOCK if x.requires_grad]
+    eager = _block(*BLOCK)
+    compiled = torch.compile(_block, fullgraph=True, backend="aot_eager")(*BLOCK)
+    torch.testing.assert_close(compiled, eager)
+    for a, b in zip(torch.autograd.grad(compiled, inputs), torch.autograd.grad(eager, inputs), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_compiler_keeps_the_stride_order_of_inputs():
+    assert all(torch.Tag.needs_fixed_stride_order in getattr(OPS, name).default.tags for name in CASES)
+
+
+def test_every_public_op_has_its_oracle_beside_it():
+    ops = "adamw_ attention cross_entropy dropout embedding l2_norm linear linear_cross_entropy linear_dgrad"
+    for name in f"{ops} linear_swiglu linear_wgrad rms_norm rope swiglu".split():
+        assert callable(getattr(kernels, name)) and callable(getattr(kernels, f"{name.rstrip('_')}_ref"))
+
+
+def test_no_source_line_imports_more_than_torch_triton_and_the_standard_library():
+    import sys
+
+    allowed = {"torch", "triton", "plait"} | set(sys.stdlib_module_names)
+    for path in Path(kernels.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            for name in names:
+                assert name.split(".")[0] in allowed, f"{path.name} imports {name}"
+                assert not name.startswith("torch.distributed"), f"{path.name} imports {name}"
+                assert not name.startswith("plait.") or name.startswith("plait.kernels"), (
+                    f"{path.name} imports {name}"
+                )
