@@ -165,7 +165,7 @@ class Mesh:
     device: torch.device = torch.device("cpu")
     device_mesh: DeviceMesh | None = field(default=None, repr=False, compare=False)
     timeout_s: float = 600.0
-    _groups: dict[tuple[int, ...], ProcessGroup] = field(default_factory=dict, repr=False, compare=False)
+    _groups: dict[tuple[tuple[int, ...], str], ProcessGroup] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def create(
@@ -242,18 +242,20 @@ class Mesh:
         """Returns the process group along the axes `names`; None when it would hold one rank."""
         return self.axis(*names).group
 
-    def new_group(self, ranks: tuple[int, ...]) -> ProcessGroup:
-        """Returns the process group of these ascending global ranks, this one among them; created by its members."""
+    def new_group(self, ranks: tuple[int, ...], purpose: str = "") -> ProcessGroup:
+        """Returns the process group of these ascending global ranks, this one among them; created by its members.
+
+        One group per ranks and `purpose`: another purpose has a communicator of its own.
+        """
         if tuple(sorted(set(ranks))) != tuple(ranks) or self.rank not in ranks or ranks[-1] >= self.world_size:
             raise ValueError(
                 f"ranks={ranks}: must be ascending, below {self.world_size} and contain this rank, {self.rank}"
             )
-        if ranks not in self._groups:
+        if (ranks, purpose) not in self._groups:
             limit = timedelta(seconds=self.timeout_s)
             self._even_out(ranks)
-            self._groups[ranks] = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
-        return self._groups[ranks]
-
+            self._groups[ranks, purpose] = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
+        return self._groups[ranks, purpose]
 
     def _even_out(self, ranks: tuple[int, ...]) -> None:
         """Brings the members of a new group to the same number of groups made, by making groups of one rank.

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.parallel.mesh import Axis
+from plait.parallel.mesh import Mesh
 
 _TAG_LIMIT = 1 << 30  # tags from here on belong to direct.py
 MAX_TENSORS = 8  # per message; part of the tag
@@ -119,9 +119,11 @@ class Receipt:
         for work in self._works or ():
             self._p2p.finish(work, self.channel, self.microbatch, sending=False)
         self._works = []
-        if self._p2p.staged:
-            return [tensor.to(self._p2p.device) for tensor in self._tensors]
-        return self._tensors
+        if not self._p2p.staged:
+            return self._tensors
+        copies = [tensor.to(self._p2p.device, copy=True) for tensor in self._tensors]
+        self._p2p.free(self.specs, self._tensors)
+        return copies
 
 
 class P2P:
@@ -132,37 +134,45 @@ class P2P:
     """
 
     def __init__(
-        self, axis: Axis, channels: Sequence[Channel], num_microbatches: int, device: torch.device, timeout_s: float
+        self, mesh: Mesh, channels: Sequence[Channel], num_microbatches: int, *, tags: bool | None = None
     ) -> None:
+        """`tags`: tell messages apart by tag, not by a communicator per link; None: what the backend can do."""
         if (max((c.number for c in channels), default=0) + 1) * num_microbatches * MAX_TENSORS >= _TAG_LIMIT:
             raise ValueError(f"{len(channels)} channels x {num_microbatches} micro-batches exceed the tags of gloo")
+        axis, device = mesh.axis("pp"), mesh.device
         assert axis.group is not None, "a channel needs two ranks"
-        self.axis, self.device, self.timeout_s = axis, device, timeout_s
+        self.axis, self.device, self.timeout_s = axis, device, mesh.timeout_s
         self.num_microbatches = num_microbatches
         self.nccl = "nccl" in dist.get_backend_config(axis.group)
         self.staged = device.type == "cuda" and not self.nccl
+        self._group: Any = axis.group
         self._ends = {channel: _End() for channel in channels}
-        self._timeout = timedelta(seconds=timeout_s)
+        self._timeout = timedelta(seconds=mesh.timeout_s)
         self._store = dist.distributed_c10d._get_default_store()
         ranks = "-".join(map(str, axis.ranks))
         self._prefix = f"plait/p2p/{ranks}/{self._store.add(f'plait/p2p/{ranks}/{axis.coord}', 1)}"
-        self._links = self._communicators(channels) if self.nccl else {}
+        self._tags = not self.nccl if tags is None else tags
+        self._links = {} if self._tags else self._communicators(mesh, channels)
         self._unposted: dict[int, list[Receipt]] = {c.source: [] for c in channels}  # per link, in its order
         self._free: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
         self.num_buffers = 0  # receive buffers ever made
 
-    def _communicators(self, channels: Sequence[Channel]) -> dict[tuple[int, int], Any]:
-        """One communicator per ordered pair of ranks with this rank in it; made in one order on all ranks."""
-        pairs = sorted({(c.source, c.target) for c in channels}, key=lambda pair: (sorted(pair), pair))
-        return {
-            pair: dist.new_group(
-                sorted(self.axis.ranks[coord] for coord in pair),
-                timeout=self._timeout,
-                use_local_synchronization=True,
-            )
-            for pair in pairs
-            if self.axis.coord in pair
-        }
+    def _communicators(self, mesh: Mesh, channels: Sequence[Channel]) -> dict[tuple[int, int], Any]:
+        """One communicator per link of this rank, made in one order on all ranks.
+
+        Each carries one number at once: NCCL connects on first use and blocks the host until both ends come, which in
+        the middle of a schedule could be a deadlock.
+        """
+        links = sorted({(c.source, c.target) for c in channels}, key=lambda link: (sorted(link), link))
+        made: dict[tuple[int, int], Any] = {}
+        for link in [link for link in links if self.axis.coord in link]:
+            low, high = sorted(self.axis.ranks[coord] for coord in link)
+            made[link] = mesh.new_group((low, high), f"link {link[0]} to {link[1]}")
+            number = torch.zeros(1, device="cpu" if self.staged else self.device)
+            sending = self.axis.coord == link[0]
+            peer = _place(link, sending)
+            (made[link].send([number], peer, 0) if sending else made[link].recv([number], peer, 0)).wait()
+        return made
 
     # ---- sending --------------------------------------------------------------------------------------------------
 
@@ -238,20 +248,24 @@ class P2P:
 
     def release(self, specs: tuple[TensorSpec, ...], tensors: Sequence[Tensor]) -> None:
         """Gives the tensors of a received message back as buffers; nobody may read them any more."""
-        if not self.staged:
-            for spec, tensor in zip(specs, tensors, strict=True):
-                self._free.setdefault((spec.shape, spec.dtype), []).append(tensor)
+        if not self.staged:  # what was handed out then is a copy
+            self.free(specs, tensors)
+
+    def free(self, specs: tuple[TensorSpec, ...], tensors: Sequence[Tensor]) -> None:
+        """Takes receive buffers back."""
+        for spec, tensor in zip(specs, tensors, strict=True):
+            self._free.setdefault((spec.shape, spec.dtype), []).append(tensor)
 
     # ---- both -----------------------------------------------------------------------------------------------------
 
     def start(self, channel: Channel, microbatch: int, index: int, tensor: Tensor, *, sending: bool) -> Any:
         """Starts one tensor of a message; returns torch's Work."""
-        if self.nccl:
-            group, tag = self._links[channel.source, channel.target], 0
-            peer = 1 if (channel.target > channel.source) == sending else 0
-        else:
-            group, peer = self.axis.group, channel.target if sending else channel.source
+        if self._tags:
+            group, peer = self._group, channel.target if sending else channel.source
             tag = (channel.number * self.num_microbatches + microbatch) * MAX_TENSORS + index
+        else:
+            link = (channel.source, channel.target)
+            group, peer, tag = self._links[link], _place(link, sending), 0
         return group.send([tensor], peer, tag) if sending else group.recv([tensor], peer, tag)
 
     def finish(self, work: Any, channel: Channel, microbatch: int, *, sending: bool) -> None:
@@ -289,6 +303,11 @@ class P2P:
         action = f"{channel.stage}SEND_{letter}{microbatch}" if sending else f"{user}RECV_{letter}{microbatch}"
         peer = self.axis.ranks[channel.target if sending else channel.source]
         return f"rank {self.axis.ranks[self.axis.coord]} action {action} ({channel}), peer rank {peer}"
+
+
+def _place(link: tuple[int, int], sending: bool) -> int:
+    """The peer's rank in the communicator of a link, whose members stand in ascending order."""
+    return 1 if (link[1] > link[0]) == sending else 0
 
 
 def _essence(header: dict[str, Any]) -> Any:

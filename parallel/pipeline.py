@@ -104,7 +104,7 @@ class Pipeline:
         if self._axis.size == 1:
             return None
         mine = [c for c in channels if self._axis.coord in (c.source, c.target)]
-        return P2P(self._axis, mine, self.schedule.num_microbatches, self.mesh.device, self.mesh.timeout_s)
+        return P2P(self.mesh, mine, self.schedule.num_microbatches)
 
     def _wire(self, channels: list[Channel]) -> None:
         """Tells each stage its neighbours: local runners or channels."""

@@ -18,7 +18,7 @@ BACK = Channel(1, "G", 1, 0, 1)
 
 def connect(timeout_s: float = 20.0, num_microbatches: int = 8) -> P2P:
     mesh = Mesh.create(pp=2, timeout_s=timeout_s)
-    return P2P(mesh.axis("pp"), [FORWARD, SECOND, BACK], num_microbatches, mesh.device, timeout_s)
+    return P2P(mesh, [FORWARD, SECOND, BACK], num_microbatches)
 
 
 def exchange(
@@ -205,7 +205,7 @@ def run_two_pipelines(rank: int) -> float:
     """dp = 2, pp = 2, each pipeline with its own length: headers and messages stay inside the pipeline."""
     mesh = Mesh.create(dp=2, pp=2)
     axis, row = mesh.axis("pp"), mesh.coords()["dp"]
-    p2p = P2P(axis, [FORWARD], 4, mesh.device, 20.0)
+    p2p = P2P(mesh, [FORWARD], 4)
     spec = (TensorSpec((3 + row, 2), torch.float32),)
     for m in range(4):
         if axis.coord == 0:
@@ -225,8 +225,8 @@ def test_two_pipelines_with_different_lengths():
 def run_limits(rank: int) -> None:
     mesh = Mesh.create(pp=2)
     with pytest.raises(ValueError, match="exceed the tags of gloo"):
-        P2P(mesh.axis("pp"), [Channel(0, "F", 0, 1, 1 << 20)], 1 << 10, mesh.device, 1.0)
-    p2p = P2P(mesh.axis("pp"), [FORWARD], 1, mesh.device, 1.0)
+        P2P(mesh, [Channel(0, "F", 0, 1, 1 << 20)], 1 << 10)
+    p2p = P2P(mesh, [FORWARD], 1)
     with pytest.raises(ValueError, match=f"{MAX_TENSORS} at most"):
         p2p.announce(FORWARD, 0, (TensorSpec((1,), torch.float32),) * (MAX_TENSORS + 1))
 

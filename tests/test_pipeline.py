@@ -5,14 +5,17 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from plait.parallel import pipeline as pipeline_module
 from plait.parallel.gradients import GradSink
 from plait.parallel.mesh import Mesh
+from plait.parallel.p2p import P2P
 from plait.parallel.pipeline import ChannelError, ChannelTimeout, Pipeline, TensorSpec
 from plait.parallel.schedules import Schedule, ScheduleError, gpipe, interleaved, lower, one_f_one_b, parse_csv
 from plait.parallel.schedules.action import COMPUTE
@@ -314,6 +317,24 @@ def test_every_rank_gets_the_mean_over_the_mesh(name):
     for rank, (ours, calls) in enumerate(run_ranks(4, run_dp_pp, name)):
         assert ours == pytest.approx(loss, rel=1e-12)
         assert calls == [f"open {rank % 2}", f"reduce {rank % 2}"]
+
+
+def run_without_tags(rank: int, name: str, p: int, m: int) -> None:
+    """As NCCL must: messages told apart by their order on a communicator per link, and by nothing else."""
+    pipeline_module.P2P = partial(P2P, tags=False)  # type: ignore[misc]
+    if name == "1f1b":
+        run_several(rank, name, "tuple", m)
+    else:
+        run_parity(rank, name, "linear", p, m)
+
+
+@pytest.mark.parametrize(
+    "name, p, m",
+    [("1f1b", 2, 4), ("interleaved2", 2, 5), ("interleaved3", 2, 4), ("interleaved2", 4, 6), ("zb_v", 2, 4)],
+)
+def test_messages_without_tags_stay_in_order(name, p, m):
+    """Cases 4 and 7: NCCL has no tags, and its communicators must be used in one order."""
+    run_ranks(p, run_without_tags, name, p, m)
 
 
 # ---- order, memory, timeline -------------------------------------------------------------------------------------
