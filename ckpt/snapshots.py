@@ -12,6 +12,7 @@ import queue
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from plait.ckpt.restore import Restored, Wanted, newest_valid, restore_state
 from plait.ckpt.state import flatten
 
 _RUN_BYTES = 4096
-_GRACE_S = 30.0  # how long a failing program still waits for other ranks to finish a save in flight
+_GRACE_S = 30.0  # how long a program that fails, or ends without close(), still waits for a save in flight
 
 
 class Snapshots:
@@ -224,6 +225,7 @@ class Snapshots:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=f"plait-snapshots-{self.rank}", daemon=True)
             self._thread.start()
+            weakref.finalize(self, _finish, self._jobs, self._thread)  # a program that ends without close()
 
     def _work(self) -> None:
         """The writing thread: one save after the other until None."""
@@ -283,3 +285,9 @@ class Snapshots:
         for path in self.root.glob(f".tmp-[0-9]*-{self._session}-*"):
             if int(path.name.rpartition("-")[2]) < sequence:
                 remove_folder(self._io, path)
+
+
+def _finish(jobs: queue.SimpleQueue[tuple[Handle, Captured] | None], thread: threading.Thread) -> None:
+    """At the end of the program: lets the thread finish the save in flight."""
+    jobs.put(None)
+    thread.join(_GRACE_S)

@@ -13,6 +13,7 @@ import signal
 import time
 import traceback
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -245,6 +246,51 @@ def test_kill_9_of_one_of_four_processes_during_saves(tmp_path, victim):
         seed = restored.values["n"]
         assert seed == restored.step and seed in (10 * round_number + 1, 10 * round_number + 2)
         assert state["w"].eq(seed).all() and state["rep"].eq(seed).all()
+
+
+@pytest.mark.long
+def test_random_kills_of_random_ranks(tmp_path):
+    """100 rounds: a random rank of three ends at a random operation; one whole snapshot restores, never an older."""
+    random = Random(7)
+    newest = 0
+    for round_number in range(100):
+        victim, index = random.randrange(3), random.randrange(60)
+        action = random.choice(["crash_before", "crash_after", "crash_short"])
+        pids = []
+        for rank in range(3):
+            pid = os.fork()
+            if pid == 0:
+                script = [(index, action, 100)] if rank == victim else []
+                os._exit(_round_main(tmp_path, rank, round_number, _C.FaultIo(script)))
+            pids.append(pid)
+        os.waitpid(pids[victim], 0)
+        for pid in pids[:victim] + pids[victim + 1 :]:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        snapshots = Snapshots(tmp_path, read_only=True)
+        if snapshots.latest() is None:
+            assert newest == 0
+            continue
+        state = {"w": torch.zeros(4, 300_000), "rep": torch.zeros(900_000, dtype=torch.int64), "n": 0}
+        seed = snapshots.restore(state).values["n"]
+        assert seed >= newest and state["w"].eq(seed).all() and state["rep"].eq(seed).all()
+        newest = seed
+
+
+def _round_main(root: Path, rank: int, round_number: int, io: _C.Io) -> int:
+    torch.set_num_threads(1)
+    try:
+        with Snapshots(
+            root, keep_last=2, rank=rank, world_size=3, session=round_number, timeout_s=60, io=io
+        ) as snapshots:
+            for step in (2 * round_number + 1, 2 * round_number + 2):
+                state = rank_state(step, rank)
+                if rank == 2:  # three ranks hold four rows
+                    state["w"] = Sharded(torch.full((2, 300_000), float(step)), (4, 300_000), (2, 0))
+                snapshots.save(step, state)
+    except BaseException:
+        return 1
+    return 0
 
 
 def _rank_main(root: Path, rank: int, round_number: int, signal_fd: int) -> int:

@@ -6,6 +6,8 @@ import dataclasses
 import gc
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -295,6 +297,16 @@ def test_close_raises_what_was_not_raised_and_lets_go_of_everything(tmp_path):
     assert caught.value.errno == 28
     Snapshots(tmp_path).close()  # the LOCK is free
     assert not [t for t in threading.enumerate() if t.name.startswith("plait-snapshots")]
+
+
+def test_a_program_that_ends_without_close_still_finishes_its_save(tmp_path):
+    code = (
+        "import sys, torch; from plait.ckpt import Snapshots\n"
+        "snapshots = Snapshots(sys.argv[1], rate_limit=4 << 20)\n"
+        "snapshots.save(1, {'w': torch.ones(500_000)})\n"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code, str(tmp_path)], check=True)
+    assert Snapshots(tmp_path, read_only=True).latest() == 1
 
 
 def test_a_hundred_failed_saves_leak_nothing(tmp_path):
