@@ -21,7 +21,7 @@ DTYPES = ("float32", "bfloat16", "float64")
 # What a preset sets beside the model of the same name. `tiny` is sized for 8 ranks on 2 cores in one to two
 # minutes; the learning rates are the usual ones for their widths, not tuned here.
 PRESETS: dict[str, dict[str, Any]] = {
-    "tiny": dict(steps=150, global_batch=16, micro_batch=2, seq=128, lr=3e-3, lr_decay_steps=300, save_every=25),
+    "tiny": dict(steps=300, global_batch=16, micro_batch=2, seq=128, lr=3e-3, lr_decay_steps=300, save_every=50),
     "small": dict(steps=1000, global_batch=32, micro_batch=2, seq=256, lr=1e-3, lr_decay_steps=1000, save_every=50),
     "125m": dict(
         steps=10000, global_batch=64, micro_batch=4, seq=1024, lr=6e-4, lr_decay_steps=10000, save_every=200
