@@ -117,9 +117,10 @@ def restore_state(
 ) -> Restored:
     """Restores on this rank; all ranks call it together. See Snapshots.restore."""
     began = time.monotonic()
-    flat = flatten(state, restoring=True)
+    folders = candidates(root, step)
+    flat = _flatten_together(state, folders[0], agreement)
     skipped: list[tuple[str, str]] = []
-    for folder in candidates(root, step):
+    for folder in folders:
         with ExitStack() as held:
             opened = _open(io, folder, threads, flat, rank, wanted, held)
             names = sorted(flat.tensors.keys() | flat.values.keys() | flat.per_rank.keys())
@@ -153,6 +154,15 @@ def restore_state(
     raise SnapshotError(f"no snapshot under '{root}' can be restored:{reasons}")
 
 
+def _flatten_together(state: dict[str, Any], first: StepFolder, agreement: Agreement) -> Flat:
+    """Flattens the state; a rank that cannot says so to the others, which would wait for it."""
+    try:
+        return flatten(state, restoring=True)
+    except StateError as error:
+        agreement.exchange([first.path.name, "mismatch", str(error), []])
+        raise
+
+
 @dataclass(frozen=True)
 class _Opened:
     """What this rank found in a candidate. status: ok, damaged, or mismatch (the state does not fit: no fallback)."""
@@ -175,6 +185,8 @@ def _open(
         return _Opened("damaged", str(error))
     except FileNotFoundError:
         return _Opened("damaged", f"'{folder.path}' has no MANIFEST.json: it was never finished, or was just removed")
+    except OSError as error:
+        return _Opened("damaged", f"'{folder.path}' cannot be read: {error}")
     except StateError as error:
         return _Opened("mismatch", str(error))
 

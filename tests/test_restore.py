@@ -336,6 +336,18 @@ def test_a_rank_that_does_not_come_to_the_restore_is_named(tmp_path):
     on_ranks(2, restore)
 
 
+def test_a_state_that_is_wrong_on_one_rank_stops_all_with_its_text(tmp_path):
+    save_on(tmp_path, 2, lambda rank: {"w": torch.zeros(4, 3)})
+
+    def restore(rank):
+        wrong = Sharded(torch.zeros(4, 3), (4, 3), (1, 0))
+        with Snapshots(tmp_path, rank=rank, world_size=2, session=5, timeout_s=60) as snapshots:
+            with pytest.raises(StateError, match=r"state\['w'\]: box \(1, 0\)\+\(4, 3\) is not inside"):
+                snapshots.restore({"w": wrong if rank == 1 else torch.zeros(4, 3)})
+
+    on_ranks(2, restore)
+
+
 def test_a_snapshot_removed_while_it_is_chosen_is_passed_over(tmp_path):
     with Snapshots(tmp_path) as snapshots:
         for seed in (1, 2):
