@@ -155,7 +155,6 @@ class TorchStack:
         schedule: str,
         sequence_parallel: bool,
         data_parallel: str,
-        lr: float,
         weight_decay: float,
         max_norm: float,
         betas: tuple[float, float],
@@ -166,9 +165,14 @@ class TorchStack:
             device_mesh[name].size() if device_mesh is not None else 1 for name in ("dp", "pp", "tp")
         )
         self.pp_group: dist.ProcessGroup | None = None
+        self.tp_group = device_mesh.get_group("tp") if device_mesh is not None and self.tp > 1 else None
         if device_mesh is not None and self.tp > 1:
             parallelize_module(stage, device_mesh["tp"], tensor_parallel_plan(stage, sequence_parallel))
         self.module: nn.Module = stage
+        # DDP's transform turns DTensors into plain tensors, which then no longer say that they are shards.
+        split = {
+            name for name, p in stage.named_parameters() if isinstance(p, DTensor) and p.placements[0].is_shard()
+        }
         if device_mesh is not None and self.dp > 1 and data_parallel == "fsdp2":
             for block in stage.layers.values():
                 fully_shard(block, mesh=device_mesh["dp"], reshard_after_forward=False)
@@ -186,15 +190,20 @@ class TorchStack:
             pipeline_stage = PipelineStage(self.module, pp_coord, self.pp, torch.device("cpu"), group=self.pp_group)
             self.pipeline = SCHEDULES[schedule](pipeline_stage, num_microbatches, loss_fn=mean_loss)
             self.first, self.last = pp_coord == 0, pp_coord == self.pp - 1
-        decay = [p for p in self.module.parameters() if p.ndim >= 2]
-        plain = [p for p in self.module.parameters() if p.ndim < 2]
+        # Kept from here: DDP's transform puts new objects into the module at each forward; gradients go to these.
+        self.params = list(stage.parameters())
+        self.shards = [p for name, p in stage.named_parameters() if name in split]
+        decay = [p for p in self.params if p.ndim >= 2]
+        plain = [p for p in self.params if p.ndim < 2]
         groups = [{"params": decay, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, foreach=True
+            [g for g in groups if g["params"]], lr=0.0, betas=betas, eps=eps, foreach=True
         )
 
-    def step(self, tokens: Tensor, targets: Tensor) -> float:
+    def step(self, tokens: Tensor, targets: Tensor, lr: float) -> float:
         """One step on this dp coordinate's tokens and targets [B, T] int64; returns the global mean loss."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
         with loss_parallel() if self.tp > 1 else contextlib.nullcontext():
             loss = (
                 self._pipeline_step(tokens, targets)
@@ -240,19 +249,29 @@ class TorchStack:
         yield
 
     def _clip(self) -> None:
-        """Clips by the norm over all stages and shards; DTensor and plain gradients are normed apart, then joined."""
-        grads = [p.grad for p in self.module.parameters() if p.grad is not None]
-        groups = ([g for g in grads if isinstance(g, DTensor)], [g for g in grads if not isinstance(g, DTensor)])
-        squares = torch.zeros(1)
-        for group in groups:
-            if group:
-                norm = torch.nn.utils.get_total_norm(group, foreach=True)
-                squares += (norm.full_tensor() if isinstance(norm, DTensor) else norm).float() ** 2
+        """Clips by the norm over all stages and shards; shards that DDP made plain tensors are summed over tp."""
+        grads = [p.grad for p in self.params if p.grad is not None]
+        dtensors = [g for g in grads if isinstance(g, DTensor)]
+        shards = [p.grad for p in self.shards if p.grad is not None and not isinstance(p.grad, DTensor)]
+        known = {id(g) for g in shards}
+        plain = [g for g in grads if not isinstance(g, DTensor) and id(g) not in known]
+        squares = square_norm(shards)
+        if self.tp_group is not None:
+            dist.all_reduce(squares, group=self.tp_group)
+        squares += square_norm(dtensors) + square_norm(plain)
         if self.pp_group is not None:
             dist.all_reduce(squares, group=self.pp_group)
         scale = float((self.max_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0))
         if scale < 1.0:
             torch._foreach_mul_(grads, scale)
+
+
+def square_norm(grads: list[Tensor]) -> Tensor:
+    """Returns the sum of squares of gradients of one kind, plain or DTensor, as a plain [1] tensor."""
+    if not grads:
+        return torch.zeros(1)
+    norm = torch.nn.utils.get_total_norm(grads, foreach=True)
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).float().reshape(1) ** 2
 
 
 def local_value(loss: Tensor) -> float:

@@ -144,12 +144,13 @@ def run_rank(plan: RunPlan, case: Case, options: Options, rank: Rank) -> None:
     peer_step = iter(range(10**9))
 
     def torch_step() -> None:
-        batch = ours.batches.at(next(peer_step))
-        losses["torch"].append(peer.step(batch.tokens, batch.targets))
+        step = next(peer_step)
+        batch = ours.batches.at(step)
+        losses["torch"].append(peer.step(batch.tokens, batch.targets, ours.learning_rate.at(step)))
 
     def plait_step() -> None:
         ours.step()
-        losses["plait"].append(ours.last_loss)
+        losses["plait"].append(ours.loss)
 
     for _ in range(CHECKED_STEPS):
         plait_step()
@@ -204,7 +205,6 @@ def build_peer(plan: RunPlan, case: Case, ours: Trainer, mesh: Mesh) -> TorchSta
         schedule=plan.config.schedule,
         sequence_parallel=plan.config.sequence_parallel and mesh.axis("tp").size > 1,
         data_parallel=case.params["data_parallel"],
-        lr=plan.config.lr,
         weight_decay=WEIGHT_DECAY,
         max_norm=MAX_NORM,
         betas=BETAS,

@@ -32,9 +32,10 @@ def imported_modules(path: Path) -> set[str]:
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import on line {node.lineno}"
-            names.add(node.module or "")
-            if node.module == "plait":  # `from plait import kernels` names a package
+            if node.module == "plait":  # `from plait import kernels` names a package or a module of the root
                 names.update(f"plait.{alias.name}" for alias in node.names)
+            else:
+                names.add(node.module or "")
     return names
 
 
@@ -127,7 +128,7 @@ def test_sources_are_ascii_and_say_what_they_are(path):
     assert text.isascii(), f"{path} has non-ASCII bytes"
     if path.suffix == ".py":
         assert ast.get_docstring(ast.parse(text)), f"{path} has no module docstring"
-    else:
+    elif not path.with_suffix(".hpp").exists() or path.suffix == ".hpp":  # a .cpp is told by its header
         assert text.startswith(b"//"), f"{path} does not begin by saying what it is"
 
 
