@@ -130,8 +130,9 @@ def config_to_hf(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def read_config(folder: Path) -> ModelConfig:
+def read_config(folder: str | Path) -> ModelConfig:
     """The dimensions of the model in `folder`."""
+    folder = Path(folder)
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     try:
         return config_from_hf(raw)
@@ -142,13 +143,13 @@ def read_config(folder: Path) -> ModelConfig:
 # --- weights ----------------------------------------------------------------------------------------------------
 
 
-def load_weights(folder: Path, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> int:
+def load_weights(folder: str | Path, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> int:
     """Reads each parameter's box from the safetensors files in `folder` into it; returns how many parameters.
 
     Values are cast to the parameter's dtype. Call it before the optimizer copies its master weights. ValueError names
     a tensor that is missing or has another shape.
     """
-    with _Reader(folder) as reader, torch.no_grad():
+    with _Reader(Path(folder)) as reader, torch.no_grad():
         count = 0
         for name, parameter in named_parameters:
             placement = parameter.placement  # type: ignore[attr-defined]
@@ -165,7 +166,7 @@ def load_weights(folder: Path, named_parameters: Iterable[tuple[str, torch.nn.Pa
 
 
 def save_weights(
-    folder: Path,
+    folder: str | Path,
     stages: Mapping[int, LlamaStage],
     mesh: Mesh,
     *,
@@ -179,7 +180,7 @@ def save_weights(
     some = next(iter(stages.values()))
     writer = None
     if mesh.rank == 0:
-        writer = WeightWriter(folder, some.config, dtype or some.options.dtype, max_file_bytes)
+        writer = WeightWriter(Path(folder), some.config, dtype or some.options.dtype, max_file_bytes)
     for name, full in full_parameters(stages, mesh):
         if writer is not None:
             writer.add(name, full)
