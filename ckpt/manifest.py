@@ -10,11 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from plait.ckpt.errors import SnapshotDamaged
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 MANIFEST = "MANIFEST.json"
 OBJECTS = "objects.json"
@@ -22,34 +25,47 @@ RUN = "RUN.json"
 MAX_JSON_BYTES = 1 << 30  # a fragment has about 400 bytes a piece: room for two million pieces
 MAX_DIMS = 64
 
-T = TypeVar("T")
+T = TypeVar("T", bound="DataclassInstance")
 
 
-def _check(kind: str, value: Any) -> bool:
-    """True when a JSON value has the declared kind."""
-    if kind == "size":
-        return type(value) is int and 0 <= value < 1 << 63
-    if kind == "text":
-        return type(value) is str
-    if kind == "text?":
-        return value is None or type(value) is str
-    if kind == "shape":
-        return type(value) is list and len(value) <= MAX_DIMS and all(_check("size", v) for v in value)
-    if kind == "pair":
-        return _check("shape", value) and len(value) == 2
-    if kind == "pair?":
-        return value is None or _check("pair", value)
-    if kind == "size?":
-        return value is None or _check("size", value)
-    if kind == "crcs":
-        return type(value) is list and all(type(v) is int and 0 <= v < 1 << 32 for v in value)
-    if kind == "names":
-        return type(value) is dict and all(type(v) is str for v in value.values())
-    if kind == "sizes":
-        return type(value) is dict and all(_check("size", v) for v in value.values())
-    if kind == "values":
-        return type(value) is dict
-    raise AssertionError(kind)
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _is_shape(value: Any) -> bool:
+    return type(value) is list and len(value) <= MAX_DIMS and all(map(_is_size, value))
+
+
+def _is_pair(value: Any) -> bool:
+    return _is_shape(value) and len(value) == 2
+
+
+def _is_text(value: Any) -> bool:
+    return type(value) is str
+
+
+def _is_dict_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: type(value) is dict and all(map(check, value.values()))
+
+
+def _or_null(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or check(value)
+
+
+# declared kind -> whether a JSON value has it
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "size": _is_size,
+    "size?": _or_null(_is_size),
+    "text": _is_text,
+    "text?": _or_null(_is_text),
+    "shape": _is_shape,
+    "pair": _is_pair,
+    "pair?": _or_null(_is_pair),
+    "crcs": lambda value: type(value) is list and all(type(v) is int and 0 <= v < 1 << 32 for v in value),
+    "names": _is_dict_of(_is_text),
+    "sizes": _is_dict_of(_is_size),
+    "values": lambda value: type(value) is dict,
+}
 
 
 def _is(kind: str, **more: Any) -> Any:
@@ -202,24 +218,25 @@ def data_name(rank: int) -> str:
 def _record(kind: type[T], raw: Any, where: str) -> T:
     if type(raw) is not dict:
         raise SnapshotDamaged(f"{where}: {kind.__name__} is not an object")
-    declared = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
-    if set(raw) != set(declared):
-        odd = sorted(set(raw) ^ set(declared))
+    declared = kind.__dataclass_fields__
+    if raw.keys() != declared.keys():
+        odd = sorted(raw.keys() ^ declared.keys())
         raise SnapshotDamaged(f"{where}: {kind.__name__} has unknown or missing fields {odd}")
-    values = {name: _field(f.metadata, raw[name], f"{where}: {kind.__name__}.{name}") for name, f in declared.items()}
-    return kind(**values)
+    return kind(**{name: _field(kind, name, raw[name], where) for name in declared})
 
 
-def _field(declared: Any, value: Any, where: str) -> Any:
+def _field(owner: type[DataclassInstance], name: str, value: Any, where: str) -> Any:
+    declared = owner.__dataclass_fields__[name].metadata
     kind = declared["kind"]
     if kind == "list":
         if type(value) is not list:
-            raise SnapshotDamaged(f"{where} is not a list")
-        return tuple(_record(declared["part"], v, where) for v in value)
+            raise SnapshotDamaged(f"{where}: {owner.__name__}.{name} is not a list")
+        return tuple([_record(declared["part"], v, where) for v in value])
     if kind == "part?":
         return None if value is None else _record(declared["part"], value, where)
-    if not _check(kind, value):
-        raise SnapshotDamaged(f"{where} has a wrong type or range: {str(value)[:80]}")
+    if not _CHECKS[kind](value):
+        text = str(value)[:80]
+        raise SnapshotDamaged(f"{where}: {owner.__name__}.{name} has a wrong type or range: {text}")
     return tuple(value) if type(value) is list else value
 
 
