@@ -1,0 +1,288 @@
+"""The suites beside the harness: work by formula, what is caught before a number is printed, what is left behind.
+
+Shapes are tiny: nothing here asserts a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from plait.bench import cli, kernel_problems, snapshot_peers, suite_kernels, suite_pipeline, suite_snapshots
+from plait.bench.kernel_problems import Peer, Problem, work
+from plait.bench.spec import Case, Options, WrongResultError
+from plait.parallel.schedules import Costs
+
+QUICK = Options(rounds=2, warmup=1)
+HEADS = {"batch": 1, "heads": 4, "kv_heads": 2, "dim": 16, "tokens": 8}
+# op -> the smallest shape that has more than one row, head, chunk or tensor of everything
+TINY: dict[str, dict[str, int]] = {
+    "rms_norm": {"rows": 3, "cols": 16},
+    "swiglu": {"rows": 3, "cols": 16},
+    "attention": HEADS,
+    "linear": {"rows": 3, "cols": 8, "width": 5},
+    "rope": HEADS,
+    "linear_cross_entropy": {"rows": 3, "cols": 8, "vocab": 11},
+    "embedding": {"rows": 5, "cols": 8, "vocab": 7},
+    "adamw_": {"tensors": 2, "elements": 9},
+}
+
+
+def tiny(op: str, backward: bool = True) -> Case:
+    return suite_kernels.make_case(op, TINY[op], "float32", "cpu", backward)
+
+
+@pytest.mark.parametrize("name", cli.SUITES)
+def test_default_cases_are_few_and_part_of_the_full_list(name):
+    suite = cli.load(name)
+    default, full = [[case.name for case in suite.cases(every)] for every in (False, True)]
+    assert suite.name == name and 1 <= len(default) <= 9 and set(default) < set(full)
+    assert len(set(full)) == len(full)
+    json.dumps([dataclasses.asdict(case) for case in suite.cases(True)])
+
+
+# ---- kernels ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("op", TINY)
+def test_every_op_agrees_with_the_oracle_and_so_do_its_peers(op, backward):
+    result = suite_kernels.measure(tiny(op, backward), QUICK)
+    ran = {name: m for name, m in result.providers.items() if not m.skipped}
+    assert next(iter(result.providers)) == result.ours == "plait" and len(ran) >= 2
+    for measured in ran.values():
+        assert len(measured.samples_s) == QUICK.rounds and min(measured.samples_s) > 0
+        assert 0 <= measured.figures["error"] <= suite_kernels.TOLERANCE["float32"] and "float64" in measured.check
+    for measured in result.providers.values():
+        assert measured.check or "liger" in measured.skipped.lower()
+    assert "host_wall" in result.note
+
+
+@pytest.mark.parametrize(
+    "op, backward, flop, nbytes",
+    [
+        ("linear", False, 2 * 3 * 8 * 5, None),
+        ("linear", True, 6 * 3 * 8 * 5, None),
+        ("attention", False, 4 * 4 * 16 * (8 * 9 // 2), None),  # 36 of 64 pairs are visible
+        ("linear_cross_entropy", True, 6 * 3 * 8 * 11, None),
+        ("rms_norm", False, None, 4 * (2 * 3 * 16 + 16)),
+        ("swiglu", True, None, 4 * 8 * 3 * 16),
+        ("rope", False, None, 4 * 2 * 8 * (4 + 2) * 16),
+        ("embedding", True, None, 5 * (8 + 2 * 4 * 8) + 5 * (8 + 4 * 8) + 4 * 7 * 8),
+        ("adamw_", True, None, 28 * 2 * 9),
+    ],
+)
+def test_work_by_formula(op, backward, flop, nbytes):
+    case = tiny(op, backward)
+    assert (case.flop, case.bytes_moved) == (flop, nbytes)
+
+
+def test_unknown_op_is_named():
+    with pytest.raises(ValueError, match="'conv' is unknown; valid: rms_norm"):
+        work({"op": "conv", "dtype": "float32", "backward": False})
+
+
+def with_peer(monkeypatch: pytest.MonkeyPatch, peer: Callable[..., Any] | Peer, name: str = "broken") -> None:
+    """Adds a provider to rms_norm."""
+    build = kernel_problems.rms_norm
+
+    def broken(p: dict[str, Any], make: kernel_problems.Maker) -> Problem:
+        problem = build(p, make)
+        return dataclasses.replace(problem, ops={**problem.ops, name: peer})
+
+    monkeypatch.setitem(kernel_problems.PROBLEMS, "rms_norm", broken)
+
+
+def eager(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(x, w.shape, w, kernel_problems.EPS)
+
+
+def test_a_wrong_result_is_refused_by_name(monkeypatch):
+    with_peer(monkeypatch, lambda x, w: eager(x, w) * 1.001)
+    with pytest.raises(WrongResultError, match="broken: result 0 is off"):
+        suite_kernels.measure(tiny("rms_norm"), QUICK)
+
+
+def test_a_wrong_gradient_is_refused_by_its_place(monkeypatch):
+    with_peer(monkeypatch, lambda x, w: eager(x, w) + (w - w.detach()))
+    with pytest.raises(WrongResultError, match="broken: result 2 is off"):
+        suite_kernels.measure(tiny("rms_norm"), QUICK)
+
+
+def test_a_provider_that_remembers_its_result_is_refused(monkeypatch):
+    kept: list[torch.Tensor] = []
+
+    def replay(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        if not kept:
+            kept.append(eager(x, w))
+        return kept[0]
+
+    with_peer(monkeypatch, replay)
+    with pytest.raises(WrongResultError, match="broken: result 0 is off by nan"):
+        suite_kernels.measure(tiny("rms_norm", backward=False), QUICK)
+
+
+def test_a_provider_that_goes_wrong_while_it_is_timed_is_refused(monkeypatch):
+    calls: list[int] = []
+
+    def tires(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return eager(x, w) if len(calls) < 4 else torch.zeros_like(x)
+
+    with_peer(monkeypatch, tires)
+    with pytest.raises(WrongResultError, match="broken: result 0"):
+        suite_kernels.measure(tiny("rms_norm", backward=False), QUICK)
+
+
+def test_a_peer_that_overwrites_its_inputs_harms_nobody(monkeypatch):
+    def overwrites(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return x.copy_(eager(x, w))
+
+    with_peer(monkeypatch, Peer(overwrites), "aaa first in place")
+    result = suite_kernels.measure(tiny("rms_norm", backward=False), QUICK)
+    assert result.providers["aaa first in place"].figures["error"] < 1e-6
+
+
+def test_a_peer_that_cannot_run_is_skipped_with_its_reason_but_ours_is_not(monkeypatch):
+    def fails(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no kernel for this card\nlong text")
+
+    with_peer(monkeypatch, fails)
+    result = suite_kernels.measure(tiny("rms_norm"), QUICK)
+    assert result.providers["broken"].skipped == "cannot run: no kernel for this card"
+    with_peer(monkeypatch, fails, "plait")
+    with pytest.raises(RuntimeError, match="no kernel"):
+        suite_kernels.measure(tiny("rms_norm"), QUICK)
+
+
+# ---- snapshots ----------------------------------------------------------------------------------------------------
+
+
+def small(quantity: str, folder: Path, mib: int = 1) -> Case:
+    return Case(f"small {quantity}", {"mib": mib, "tensors": 5, "quantity": quantity, "folder": str(folder)})
+
+
+def test_state_has_the_asked_size_and_no_round_shapes():
+    state = suite_snapshots.make_state(1 << 20, 5, seed=0)
+    assert snapshot_peers.size_of(state) == 1 << 20 and len({value.numel() for value in state.values()}) >= 3
+    assert all(value.std() > 0.9 for value in state.values())
+    with pytest.raises(ValueError, match="too few for 5 tensors"):
+        suite_snapshots.make_state(4000, 5, seed=0)
+
+
+@pytest.mark.parametrize("quantity", ["stall", "durable", "restore cold", "restore warm"])
+def test_each_way_to_save_gives_the_bits_back_and_leaves_nothing(quantity, tmp_path, monkeypatch):
+    left: list[list[str]] = []
+    turn = suite_snapshots.Bench.turn
+
+    def watched(bench: suite_snapshots.Bench, name: str, **how: bool) -> None:
+        turn(bench, name, **how)
+        left.append([p.name for p in bench.root.rglob("*") if p.stat().st_size >= 1 << 19])
+
+    monkeypatch.setattr(suite_snapshots.Bench, "turn", watched)
+    result = suite_snapshots.measure(small(quantity, tmp_path), QUICK)
+    expected = {"plait", "torch.save", "safetensors", "dcp", "limit"}
+    if "restore" not in quantity:
+        expected |= {"dcp async", "dcp async cached"}
+    assert set(result.providers) == expected
+    for measured in result.providers.values():
+        assert len(measured.samples_s) == QUICK.rounds and min(measured.samples_s) > 0
+        assert ("stall_s" in measured.figures) == (quantity != "stall") and measured.figures["x limit"] > 0
+    assert left and not any(left), "a save outlived its turn"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_load_that_changes_one_bit_is_refused(tmp_path, monkeypatch):
+    load = snapshot_peers.TorchSave.load
+
+    def flips(self: snapshot_peers.TorchSave, path: Path, state: snapshot_peers.State) -> None:
+        load(self, path, state)
+        state["layer.3"].view(torch.int32)[-1] ^= 1
+
+    monkeypatch.setattr(snapshot_peers.TorchSave, "load", flips)
+    with pytest.raises(WrongResultError, match=r"torch.save: layer.3 differs"):
+        suite_snapshots.measure(small("durable", tmp_path), QUICK)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match="bytes free; this case needs"):
+        suite_snapshots.measure(small("stall", tmp_path, mib=1 << 30), QUICK)
+
+
+def test_missing_safetensors_is_a_reason_not_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshot_peers.importlib.util, "find_spec", lambda name: None)
+    result = suite_snapshots.measure(small("stall", tmp_path), QUICK)
+    assert result.providers["safetensors"].skipped == "safetensors is not installed"
+
+
+# ---- pipeline -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("index, makespan_s", [(0, 0.132), (1, 0.132), (2, 0.114)])
+def test_the_plan_of_the_default_cases(index, makespan_s):
+    # (M + P - 1) (F + B) = 11 * 12 ms; interleaved with v = 2: (M + (P - 1) / 2) * 12 ms
+    params = suite_pipeline.cases(False)[index].params
+    costs = Costs(forward=params["forward_s"], backward=params["backward_s"])
+    assert suite_pipeline.schedule_of(params).simulate(costs).makespan == pytest.approx(makespan_s)
+
+
+class FakeExecutor:
+    """An unsplit chain of the suite's stages, with a gradient that can be spoiled."""
+
+    def __init__(self, spoil: float) -> None:
+        params = {"forward_s": 0.0, "backward_s": 0.0, "width": 3}
+        self.stages = [suite_pipeline.TorchStage(index, 3, params) for index in range(3)]
+        self.x = torch.randn(2, 3, generator=torch.Generator().manual_seed(1), dtype=suite_pipeline.DTYPE)
+        self.spoil = spoil
+
+    def step(self) -> float:
+        y = self.x
+        for stage in self.stages:
+            y = stage(y)
+        loss = y.sum() / self.x.shape[0]
+        loss.backward()
+        self.stages[1].weight.grad *= self.spoil
+        return loss.item()
+
+
+@pytest.mark.parametrize("spoil", [1.0, 1.0 + 1e-9, 0.5, float("nan")])
+def test_a_wrong_gradient_of_any_stage_is_seen(spoil):
+    executor = FakeExecutor(spoil)
+    fine = suite_pipeline.error_of(executor, executor.x, 3) <= suite_pipeline.TOLERANCE
+    assert fine == (spoil == 1.0)
+    assert all(stage.busy_s > 0 for stage in executor.stages)
+
+
+PROGRAM = """
+import json, sys
+from plait.bench import suite_pipeline
+from plait.bench.spec import Case, Options
+params = json.loads(sys.argv[1])
+result = suite_pipeline.measure(Case("tiny", params), Options(rounds=2, warmup=1))
+print(json.dumps(result.to_json()["providers"]))
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("schedule, chunks", [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
+def test_both_executors_run_and_agree_with_the_closed_form(schedule, chunks):
+    params = dict(schedule=schedule, pp=2, chunks=chunks, microbatches=4, forward_s=1e-4, backward_s=1e-4, width=3)
+    # in a process of its own: ranks are forked before torch is used
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(params)], capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    providers = json.loads(run.stdout.splitlines()[-1])
+    assert set(providers) == {"plait", "torch"}
+    for measured in providers.values():
+        assert len(measured["samples_s"]) == 2 and measured["figures"]["slept"] >= 1
+        assert measured["figures"]["step / plan"] > 1 and 0 < measured["figures"]["bubble"] < 1
