@@ -25,31 +25,26 @@ def rope_ref(
     return _rotate_ref(q, cos, sin), _rotate_ref(k, cos, sin)
 
 
-def _rotate_into(out: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """out = x rotated; `out` may be x when nothing else aliases it."""
-    half = cos.shape[-1]
-    first, second = x[..., :half], x[..., half : 2 * half]
-    rotated = torch.mul(second, cos).addcmul_(first, sin)
-    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1.0)
-    out[..., half : 2 * half].copy_(rotated)
-
-
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x * cos + (second half, first half) * sin, with tables as wide as the rotation; no strided write."""
     wide = x.to(cos.dtype)
-    half = cos.shape[-1]
-    out = torch.empty(x.shape, dtype=wide.dtype, device=x.device)
-    _rotate_into(out, wide, cos, sin)
-    if 2 * half < x.shape[-1]:
-        out[..., 2 * half :].copy_(wide[..., 2 * half :])
+    rotary = cos.shape[-1]
+    part = wide if rotary == x.shape[-1] else wide[..., :rotary]
+    swapped = torch.cat((part[..., rotary // 2 :], part[..., : rotary // 2]), dim=-1)
+    out = torch.mul(part, cos).addcmul_(swapped, sin)
+    if rotary < x.shape[-1]:
+        out = torch.cat((out, wide[..., rotary:]), dim=-1)
     return out.to(x.dtype)
 
 
 def _tables(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cos, cos) and (-sin, sin), the signs swapped for the inverse: [T, 1, R] or [B, T, 1, R]."""
     dtype = compute_dtype(x.dtype)
     cos, sin = cos.to(dtype).unsqueeze(-2), sin.to(dtype).unsqueeze(-2)
-    return cos, -sin if inverse else sin
+    signed = (sin, -sin) if inverse else (-sin, sin)
+    return torch.cat((cos, cos), dim=-1), torch.cat(signed, dim=-1)
 
 
 def _rope_kernel(
