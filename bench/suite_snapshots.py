@@ -32,7 +32,7 @@ from plait.bench.stats import paired_ratio
 MIB = 1 << 20
 LARGE_BYTES = 256 * MIB  # states above get fewer rounds
 LIMITS = {
-    "stall": "a copy of the state into memory that is there already, by torch",
+    "stall": "memcpy of the state into resident memory, two threads",
     "durable": "one write_file of the state",
     "restore": "one read_ranges of the state, checksums verified",
 }
