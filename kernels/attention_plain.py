@@ -186,18 +186,13 @@ def _heads_first(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _widen(x: torch.Tensor, group: int) -> torch.Tensor:
-    return x if group == 1 else x.repeat_interleave(group, 1)
-
-
 def _blocked_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    group = q.shape[2] // k.shape[2]
+    """torch's kernel takes fewer key heads than query heads as they are, forward and backward."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        _heads_first(q), _widen(_heads_first(k), group), _widen(_heads_first(v), group),
-        0.0, options.causal, scale=options.scale,
-    )  # fmt: skip
+        _heads_first(q), _heads_first(k), _heads_first(v), 0.0, options.causal, scale=options.scale
+    )
     return out.transpose(1, 2), lse.contiguous()
 
 
@@ -205,13 +200,10 @@ def _blocked_backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    group = q.shape[2] // k.shape[2]
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        _heads_first(dout), _heads_first(q), _widen(_heads_first(k), group), _widen(_heads_first(v), group),
-        _heads_first(out), lse, 0.0, options.causal, scale=options.scale,
+        _heads_first(dout), _heads_first(q), _heads_first(k), _heads_first(v), _heads_first(out), lse,
+        0.0, options.causal, scale=options.scale,
     )  # fmt: skip
-    if group > 1:
-        dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
     return dq.transpose(1, 2).contiguous(), dk.transpose(1, 2).contiguous(), dv.transpose(1, 2).contiguous()
 
 

@@ -21,7 +21,10 @@ def _forward(tokens: torch.Tensor, weight: torch.Tensor, vocab_start: int) -> to
     local = tokens - vocab_start if vocab_start else tokens
     outside = (local < 0) | (local >= weight.shape[0])
     out = torch.nn.functional.embedding(local.masked_fill(outside, 0), weight)
-    return out.masked_fill_(outside.unsqueeze(-1), 0.0)
+    # On the CPU a look at the mask is cheaper than a pass over the rows; on a GPU it would wait for the device.
+    if outside.is_cuda or bool(outside.any()):
+        out.masked_fill_(outside.unsqueeze(-1), 0.0)
+    return out
 
 
 def _backward(dout: torch.Tensor, tokens: torch.Tensor, num_rows: int, vocab_start: int) -> torch.Tensor:

@@ -30,6 +30,27 @@ def adamw_ref(
     return weight.to(param.dtype), exp_avg, exp_avg_sq, weight
 
 
+def _fused_fits(*lists: list[torch.Tensor]) -> bool:
+    """Whether torch's one-pass CPU kernel takes these: it walks memory, so that all must be contiguous."""
+    return all(x.device.type == "cpu" and x.is_contiguous() for tensors in lists for x in tensors)
+
+
+def _step(
+    weights: list[torch.Tensor], grads: list[torch.Tensor], exp_avgs: list[torch.Tensor],
+    exp_avg_sqs: list[torch.Tensor], step: int, lr: float, beta1: float, beta2: float, eps: float,
+    weight_decay: float,
+) -> None:  # fmt: skip
+    """The formula in passes over all tensors at once."""
+    torch._foreach_lerp_(exp_avgs, grads, 1.0 - beta1)
+    torch._foreach_mul_(exp_avg_sqs, beta2)
+    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1.0 - beta2)
+    denominators = torch._foreach_sqrt(exp_avg_sqs)
+    torch._foreach_mul_(denominators, (1.0 - beta2**step) ** -0.5)
+    torch._foreach_add_(denominators, eps)
+    torch._foreach_mul_(weights, 1.0 - lr * weight_decay)
+    torch._foreach_addcdiv_(weights, exp_avgs, denominators, -lr / (1.0 - beta1**step))
+
+
 def _kernel(
     params: list[torch.Tensor], grads: list[torch.Tensor], exp_avgs: list[torch.Tensor],
     exp_avg_sqs: list[torch.Tensor], masters: list[torch.Tensor], grad_scale: torch.Tensor | None,
@@ -40,14 +61,14 @@ def _kernel(
     if grad_scale is not None:
         wide = list(torch._foreach_mul(wide, grad_scale.to(dtype)))
     weights = list(masters) if masters else [p.to(dtype) for p in params]
-    torch._foreach_lerp_(exp_avgs, wide, 1.0 - beta1)
-    torch._foreach_mul_(exp_avg_sqs, beta2)
-    torch._foreach_addcmul_(exp_avg_sqs, wide, wide, 1.0 - beta2)
-    denominators = torch._foreach_sqrt(exp_avg_sqs)
-    torch._foreach_mul_(denominators, (1.0 - beta2**step) ** -0.5)
-    torch._foreach_add_(denominators, eps)
-    torch._foreach_mul_(weights, 1.0 - lr * weight_decay)
-    torch._foreach_addcdiv_(weights, exp_avgs, denominators, -lr / (1.0 - beta1**step))
+    if _fused_fits(weights, wide, exp_avgs, exp_avg_sqs):
+        steps = [torch.tensor(float(step))] * len(weights)
+        torch._fused_adamw_(
+            weights, wide, exp_avgs, exp_avg_sqs, [], steps, lr=lr, beta1=beta1, beta2=beta2,
+            weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
+        )  # fmt: skip
+    else:
+        _step(weights, wide, exp_avgs, exp_avg_sqs, step, lr, beta1, beta2, eps, weight_decay)
     for param, weight in zip(params, weights, strict=True):
         if param is not weight:
             param.copy_(weight)

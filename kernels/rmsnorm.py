@@ -164,7 +164,8 @@ def _forward(
     dtype = compute_dtype(x.dtype)
     h = x if residual is None else x + residual
     wide = h.to(dtype)
-    rstd = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_()
+    # The norm is one pass without a temporary; its square overflows only where the mean of squares does.
+    rstd = torch.linalg.vector_norm(wide, dim=-1).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     y = torch.mul(wide, rstd.unsqueeze(-1)).mul_(weight)
     return y.to(x.dtype), h, rstd
 
@@ -176,12 +177,13 @@ def _backward(
     if use_triton(h):
         return _launch_backward(dy, h, weight, rstd, dh)
     dtype = compute_dtype(h.dtype)
-    wide, scale = dy.to(dtype), rstd.unsqueeze(-1)
+    scale, wide_weight = rstd.unsqueeze(-1), weight.to(dtype)
     normed = h.to(dtype) * scale
-    dweight = (wide * normed).reshape(-1, h.shape[-1]).sum(0)
-    dx = wide * weight
-    mean = torch.linalg.vecdot(dx, normed).div_(h.shape[-1]).unsqueeze(-1)
-    dx = dx.addcmul_(normed, mean, value=-1.0).mul_(scale)
+    products = dy.to(dtype) * normed
+    dweight = products.reshape(-1, h.shape[-1]).sum(0)
+    # mean(g * normed) with g = dy * weight is one matrix-vector product of what dweight needs anyway.
+    mean = torch.mv(products.view(-1, h.shape[-1]), wide_weight).view(rstd.shape).div_(h.shape[-1])
+    dx = torch.mul(dy, wide_weight, out=products).addcmul_(normed, mean.unsqueeze(-1), value=-1.0).mul_(scale)
     if dh is not None:
         dx = dx.add_(dh)
     return dx.to(h.dtype), dweight.to(weight.dtype)

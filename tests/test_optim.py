@@ -87,6 +87,15 @@ def test_a_split_tensor_steps_as_the_whole_one():
     torch.testing.assert_close(whole, parts, rtol=1e-14, atol=1e-14)
 
 
+def test_strided_tensors_step_as_contiguous_ones():
+    strided, plain = normal(6, 5).t(), normal(6, 5).t().contiguous()
+    grad = normal(5, 6, seed=1)
+    moments = [torch.zeros(5, 6, dtype=torch.float64) for _ in range(4)]
+    adamw_([strided], [grad], [moments[0]], [moments[1]], step=2, **NUMBERS)
+    adamw_([plain], [grad], [moments[2]], [moments[3]], step=2, **NUMBERS)
+    torch.testing.assert_close(strided, plain, rtol=1e-14, atol=1e-14)
+
+
 def test_bad_input_is_refused():
     one, two = [torch.ones(2)], [torch.ones(3)]
 
