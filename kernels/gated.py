@@ -108,15 +108,16 @@ def _forward(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def _backward(dout: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
-    grad = gate_up.new_empty(gate_up.shape)
     if not use_triton(gate_up):
         dtype = compute_dtype(gate_up.dtype)
         gate, up = gate_up.to(dtype).chunk(2, dim=-1)
-        dgate, dup = grad.chunk(2, dim=-1)
-        wide = dout.to(dtype)
-        dup.copy_(torch.nn.functional.silu(gate).mul_(wide))
-        dgate.copy_(torch.ops.aten.silu_backward(wide * up, gate))
-    elif dout.numel():
+        wide = torch.empty_like(gate_up, dtype=dtype, memory_format=torch.contiguous_format)
+        dgate, dup = wide.chunk(2, dim=-1)
+        torch.mul(torch.nn.functional.silu(gate), dout, out=dup)
+        torch.ops.aten.silu_backward.grad_input(dout * up, gate, grad_input=dgate)
+        return wide.to(gate_up.dtype)
+    grad = gate_up.new_empty(gate_up.shape)
+    if dout.numel():
         backward_launch(dout, gate_up, grad).run()
     return grad
 
