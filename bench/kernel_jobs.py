@@ -63,7 +63,8 @@ def problem_job(p: Params, seed: int, full: bool) -> Job:
     ops, eager = dict(problem.ops), problem.ops["torch"]
     assert callable(eager)
     if full:
-        ops["compile"] = torch.compile(eager)
+        torch.compiler.reset()  # else the shapes of earlier cases make this one dynamic, in the end even eager
+        ops["compile"] = torch.compile(eager, fullgraph=True, dynamic=False)
     # A loss has the gradient 1; everything else gets random numbers.
     outs = results_of(eager, inputs, (), False)
     douts = [make.normal(*out.shape).to(out.dtype) if out.dim() else torch.ones_like(out) for out in outs]

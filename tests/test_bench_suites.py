@@ -66,6 +66,12 @@ def test_every_op_agrees_with_the_oracle_and_so_do_its_peers(op, backward):
     assert "host_wall" in result.note
 
 
+def test_torch_compile_takes_part_in_the_full_run_and_its_compilation_is_reported_apart():
+    result = suite_kernels.measure(tiny("swiglu"), dataclasses.replace(QUICK, full=True))
+    compiled = result.providers["compile"]
+    assert not compiled.skipped and compiled.figures["first call s"] > max(compiled.samples_s)
+
+
 @pytest.mark.parametrize(
     "op, backward, flop, nbytes",
     [
