@@ -30,7 +30,8 @@ from plait.bench.spec import Case, CaseResult, Measured, Options, Suite, WrongRe
 from plait.bench.stats import paired_ratio
 
 MIB = 1 << 20
-LARGE_BYTES = 256 * MIB  # states above get fewer rounds
+BUDGET_S = 15.0  # no new round after that, ...
+MIN_ROUNDS = 5  # ... but these are taken
 LIMITS = {
     "stall": "memcpy of the state into resident memory, two threads",
     "durable": "one write_file of the state",
@@ -126,10 +127,10 @@ class Bench:
 def measure(case: Case, options: Options) -> CaseResult:
     """Runs one case; params may name a `folder` on the disk to measure (default: the system's temporary folder).
 
-    The 1 GiB state takes at most 5 rounds. ValueError where the disk lacks room; one state lies on it at a time.
+    Ends after BUDGET_S, but not before MIN_ROUNDS (or fewer, where fewer are asked for). ValueError where the disk
+    lacks room; one state lies on it at a time.
     """
     nbytes = case.params["mib"] * MIB
-    rounds = min(options.rounds, 5) if nbytes > LARGE_BYTES else options.rounds
     warmup = min(options.warmup, 1)  # one turn faults in the staging memory; the check before it made all folders
     order = random.Random(options.seed)
     with tempfile.TemporaryDirectory(prefix="plait-bench-", dir=case.params.get("folder")) as text, quiet():
@@ -141,8 +142,11 @@ def measure(case: Case, options: Options) -> CaseResult:
             names = list(bench.providers)
             for name in names:
                 bench.turn(name, counted=False, checked=True)
-            looked_at = warmup + order.randrange(rounds)
-            for index in range(warmup + rounds):
+            looked_at = warmup + order.randrange(min(MIN_ROUNDS, options.rounds))
+            start = time.perf_counter()
+            for index in range(warmup + options.rounds):
+                if index >= warmup + MIN_ROUNDS and time.perf_counter() - start > BUDGET_S:
+                    break
                 order.shuffle(names)
                 for name in names:
                     bench.turn(name, counted=index >= warmup, checked=index == looked_at)
@@ -150,6 +154,7 @@ def measure(case: Case, options: Options) -> CaseResult:
             for provider in bench.providers.values():
                 provider.close()
     how = "direct I/O" if facts["direct_io"] else f"buffered I/O ({facts['direct_io_reason']})"
+    rounds = len(bench.samples["plait"][bench.kind])
     note = f"host_wall, one process, {facts['filesystem']} with {how}, {rounds} rounds; limit: {LIMITS[bench.kind]}"
     return CaseResult(case, "plait", {**results_of(bench), **bench.skipped}, note)
 

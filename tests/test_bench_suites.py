@@ -224,6 +224,14 @@ def test_a_full_disk_is_refused_before_anything_is_written(tmp_path):
         suite_snapshots.measure(small("stall", tmp_path, mib=1 << 30), QUICK)
 
 
+@pytest.mark.parametrize("asked, taken", [(3, 3), (9, 5)])
+def test_a_case_ends_when_its_time_is_up_but_not_before_the_least_rounds(asked, taken, tmp_path, monkeypatch):
+    monkeypatch.setattr(suite_snapshots, "BUDGET_S", 0.0)
+    result = suite_snapshots.measure(small("stall", tmp_path), Options(rounds=asked))
+    assert {len(measured.samples_s) for measured in result.providers.values()} == {taken}
+    assert f"{taken} rounds" in result.note
+
+
 def test_missing_safetensors_is_a_reason_not_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(snapshot_peers.importlib.util, "find_spec", lambda name: None)
     result = suite_snapshots.measure(small("stall", tmp_path), QUICK)
