@@ -28,9 +28,7 @@ class NinjaBuild(build_ext):
         build_dir = Path(self.build_temp).resolve() / "csrc"
         target.parent.mkdir(parents=True, exist_ok=True)
         build_dir.mkdir(parents=True, exist_ok=True)
-        includes = (
-            f"-I{ROOT / 'csrc'} -isystem {pybind11.get_include()} -isystem {sysconfig.get_paths()['include']}"
-        )
+        includes = f"-I{ROOT / 'csrc'} -isystem {pybind11.get_include()} -isystem {sysconfig.get_paths()['include']}"
         compiler = os.environ.get("CXX", "g++")
         flags = f"{FLAGS} {os.environ.get('CXXFLAGS', '')}".strip()
         link_flags = f"-shared -pthread {os.environ.get('LDFLAGS', '')}".strip()
@@ -49,8 +47,6 @@ class NinjaBuild(build_ext):
 
 
 setup(
-    ext_modules=[
-        Extension("plait._C", sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob("*.cpp")))
-    ],
+    ext_modules=[Extension("plait._C", sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob("*.cpp")))],
     cmdclass={"build_ext": NinjaBuild},
 )

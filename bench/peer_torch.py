@@ -8,7 +8,7 @@ and it starts from our weights so that its losses can be compared before its tim
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -223,7 +223,7 @@ class TorchStack:
         assert self.pipeline is not None
         losses: list[Tensor] = []
         args = (tokens,) if self.first else ()
-        kwargs = {"target": targets, "losses": losses} if self.last else {}
+        kwargs: dict[str, Any] = {"target": targets, "losses": losses} if self.last else {}
         self.pipeline.step(*args, **kwargs)
         return sum(local_value(loss) for loss in losses) / self.num_microbatches if self.last else 0.0
 
@@ -238,7 +238,7 @@ class TorchStack:
         return total
 
     @contextlib.contextmanager
-    def _sync_only_if(self, sync: bool) -> Iterable[None]:  # type: ignore[misc]
+    def _sync_only_if(self, sync: bool) -> Iterator[None]:
         if isinstance(self.module, nn.parallel.DistributedDataParallel) and not sync:
             with self.module.no_sync():
                 yield
@@ -266,7 +266,7 @@ class TorchStack:
             torch._foreach_mul_(grads, scale)
 
 
-def square_norm(grads: list[Tensor]) -> Tensor:
+def square_norm(grads: Sequence[Tensor]) -> Tensor:
     """Returns the sum of squares of gradients of one kind, plain or DTensor, as a plain [1] tensor."""
     if not grads:
         return torch.zeros(1)

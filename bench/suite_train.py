@@ -31,7 +31,7 @@ from plait.parallel.collectives import all_reduce
 from plait.parallel.mesh import Mesh
 from plait.plan import RunPlan, make_plan, make_schedule
 from plait.rank import Place, Rank
-from plait.train import BETAS, EPS, MAX_NORM, WEIGHT_DECAY, Trainer
+from plait.train import BETAS, EPS, MAX_NORM, WEIGHT_DECAY, Trainer, make_mesh
 
 # Both trainers start from the same bits and sum in other orders: fp32 losses of the first steps stay this close.
 LOSS_TOLERANCE = 1e-4
@@ -136,7 +136,7 @@ def measure(case: Case, options: Options) -> CaseResult:
 def run_rank(plan: RunPlan, case: Case, options: Options, rank: Rank) -> None:
     """One rank of a case: builds both trainers, checks their losses against each other, times them."""
     rank.connect()
-    mesh = Mesh.single("cpu") if plan.world_size == 1 else Mesh.create(device_type="cpu", **plan.sizes)
+    mesh = make_mesh(plan, rank)
     ours = Trainer(plan, rank, mesh)
     peer = build_peer(plan, case, ours, mesh)
     everyone = mesh.axis(*mesh.grid.names)

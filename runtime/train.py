@@ -41,12 +41,15 @@ EPS = 1e-8
 def train(plan: RunPlan, rank: Rank) -> None:
     """Trains to `--steps` or until asked to stop; raises what went wrong. Collective over all ranks of the grid."""
     rank.connect()
-    device_type = rank.device().type
-    alone = plan.world_size == 1
-    sizes: dict[str, Any] = dict(plan.sizes)
-    mesh = Mesh.single(device_type) if alone else Mesh.create(device_type=device_type, **sizes)
-    Trainer(plan, rank, mesh).run()
+    Trainer(plan, rank, make_mesh(plan, rank)).run()
     rank.disconnect()
+
+
+def make_mesh(plan: RunPlan, rank: Rank) -> Mesh:
+    """The grid of a connected rank; without a process group when it is alone. Collective."""
+    device_type = rank.device().type
+    sizes: dict[str, Any] = dict(plan.sizes)
+    return Mesh.single(device_type) if plan.world_size == 1 else Mesh.create(device_type=device_type, **sizes)
 
 
 class Trainer:
