@@ -14,7 +14,7 @@ from typing import Any
 
 from plait import _C
 from plait.ckpt.commit import Writer
-from plait.ckpt.folders import make_folder, publish, remove_folder
+from plait.ckpt.folders import announce, make_folder, remove_folder
 from plait.ckpt.manifest import MAX_JSON_BYTES
 
 
@@ -33,7 +33,7 @@ class Agreement:
             return [word]
         folder = self._folder(self._round)
         make_folder(writer.io, folder)
-        publish(writer.io, folder / _word_name(writer.rank), json.dumps(word).encode())
+        announce(writer.io, folder / _word_name(writer.rank), json.dumps(word).encode())
         names = [_word_name(rank) for rank in range(writer.world_size)]
 
         def missing() -> list[int]:

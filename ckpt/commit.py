@@ -21,6 +21,7 @@ from plait.ckpt.errors import SnapshotDamaged, SnapshotError
 from plait.ckpt.folders import (
     ABORT,
     LATEST,
+    announce,
     attempt_folder,
     make_folder,
     next_generation,
@@ -102,7 +103,7 @@ def write_part(writer: Writer, attempt: str, step: int, captured: Captured, capt
         objects=captured.objects,
         per_rank=captured.per_rank,
     )
-    publish(writer.io, folder / fragment_name(writer.rank), to_bytes(fragment))
+    announce(writer.io, folder / fragment_name(writer.rank), to_bytes(fragment))
     return fragment
 
 
@@ -136,7 +137,7 @@ def post_error(writer: Writer, attempt: str, text: str) -> None:
     """Tells the coordinator that this rank failed. The folder may be gone already."""
     folder = attempt_folder(writer.root, attempt)
     make_folder(writer.io, folder)
-    publish(writer.io, folder / f"r{writer.rank:05d}.error", text.encode())
+    announce(writer.io, folder / f"r{writer.rank:05d}.error", text.encode())
 
 
 def coordinate(writer: Writer, attempt: str, step: int, lock: RootLock, run: str, grid: Mapping[str, int]) -> Path:
@@ -224,7 +225,7 @@ def abort(writer: Writer, attempt: str, text: str) -> None:
     for name in sorted(os.listdir(folder)):
         if name.endswith(".safetensors"):
             _C.unlink(writer.io, folder / name)
-    publish(writer.io, folder / ABORT, text.encode())
+    announce(writer.io, folder / ABORT, text.encode())
 
 
 def await_commit(writer: Writer, attempt: str, step: int) -> Path:

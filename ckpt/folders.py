@@ -83,6 +83,17 @@ def publish(io: _C.Io, path: Path, data: bytes) -> None:
     _C.fsync_dir(io, path.parent)
 
 
+def announce(io: _C.Io, path: Path, data: bytes) -> None:
+    """Tells other ranks by a small file: whole and on disk when its name appears, which is the last thing done here.
+
+    Who reads it may at once rename or remove the folder, so nothing of it is touched after the rename.
+    """
+    part = path.with_name(path.name + PART)
+    _C.write_small(io, part, data, exclusive=False)
+    _C.fsync_dir(io, path.parent)
+    _C.rename(io, part, path)
+
+
 def remove_folder(io: _C.Io, path: Path) -> None:
     """Removes a folder of ours, its manifest first. Files with foreign names are left, and with them the folder."""
     names = sorted((n for n in os.listdir(path) if _INSIDE.fullmatch(n)), key=lambda n: (n != MANIFEST, n))

@@ -70,6 +70,8 @@ class RootLock:
         record = self.record()
         if record.get("epoch") == self.epoch:
             self._write({**record, "held": False})
+        # A child forked a moment ago may not have run yet and still hold its copy: unlocking reaches that one too.
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
         self._release()
 
     def _release(self) -> None:

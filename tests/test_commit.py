@@ -86,6 +86,20 @@ def test_operations_are_in_the_order_of_the_page(old):
     assert not [op for op in names[:commit] if op[0] in ("unlink", "rmdir")]
 
 
+def test_nothing_of_the_attempt_is_touched_after_a_rank_said_it_is_done(tmp_path):
+    """Rank 0 may rename the folder as soon as it sees the last fragment: a later fsync of it failed the save."""
+    ios = [_C.FaultIo([]), _C.FaultIo([])]
+
+    def save(rank: int) -> None:
+        with Snapshots(tmp_path, rank=rank, world_size=2, session=5, threads=1, io=ios[rank]) as snapshots:
+            snapshots.save(NEW, {"w": torch.arange(64 << 10)}).wait()
+
+    on_ranks(2, save)
+    ops = [(name, path) for name, path in ios[1].ops if ".tmp-2-" in path]
+    assert ops[-1][0] == "rename" and ops[-1][1].endswith("r00001.json")
+    assert ("fsync_dir", ops[-1][1].rpartition(" -> ")[2].rpartition("/")[0]) in ops
+
+
 @pytest.mark.parametrize("action", ["crash_before", "crash_after"])
 def test_killed_at_every_operation(old, action):
     """Cases 12, L9, L10: kill -9 at each operation of the cycle; one allowed outcome on either side of the commit."""
