@@ -262,8 +262,10 @@ class TorchStack:
         if self.pp_group is not None:
             dist.all_reduce(squares, group=self.pp_group)
         scale = float((self.max_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0))
-        if scale < 1.0:
-            torch._foreach_mul_(grads, scale)
+        kinds: tuple[Sequence[Tensor], ...] = (dtensors, shards, plain)
+        for kind in kinds:
+            if kind and scale < 1.0:
+                torch._foreach_mul_(list(kind), scale)
 
 
 def square_norm(grads: Sequence[Tensor]) -> Tensor:
