@@ -7,6 +7,8 @@ sub-commands, imported only when called, so that `plait snapshot ls` never loads
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import sys
 
 # command -> (module with `main(argv) -> exit code`, one line of help)
@@ -39,5 +41,17 @@ def main(argv: list[str]) -> int:
 
 
 def entry() -> None:
-    """Console script: `plait`."""
-    sys.exit(main(sys.argv[1:]))
+    """Console script: `plait`. Ctrl-C and a reader that left (`plait ... | head`) end it without a traceback."""
+    try:
+        status = main(sys.argv[1:])
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        status = 128 + signal.SIGPIPE
+    sys.exit(status)
+
+
+if __name__ == "__main__":  # torchrun -m plait.cli
+    entry()

@@ -1,0 +1,1 @@
+../../runtime/__main__.py
