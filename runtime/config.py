@@ -8,6 +8,7 @@ that nobody knows is an error.
 from __future__ import annotations
 
 import argparse
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
@@ -151,6 +152,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     return result
 
 
+_SAID = {int: "an integer", float: "a number", bool: "true or false", str: "a string", Path: "a string"}
+
+
 def _typed(name: str, value: Any, where: str) -> Any:
     kind = KINDS[name]
     if kind is Path and isinstance(value, str):
@@ -160,7 +164,7 @@ def _typed(name: str, value: Any, where: str) -> Any:
     if name == "resume" and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ConfigError(f"{where} is {value!r}; it takes a {kind.__name__}")
+        raise ConfigError(f"{where} is {value!r}; it takes {_SAID[kind]}")
     return value
 
 
@@ -206,11 +210,11 @@ def _check(config: RunConfig) -> None:
             raise ConfigError(f"{flag_of(name)} {getattr(config, name)!r} is unknown; valid: {said}")
     if not 0.0 <= config.dropout < 1.0:
         raise ConfigError(f"--dropout is {config.dropout}; it must be in [0, 1)")
-    if not config.lr > 0.0:
-        raise ConfigError(f"--lr is {config.lr}; it must be above 0")
+    if not 0.0 < config.lr < math.inf:
+        raise ConfigError(f"--lr is {config.lr}; it must be above 0 and finite")
     if not 0 <= config.seed < 2**63:
         raise ConfigError(f"--seed is {config.seed}; it must be in [0, 2**63)")
-    if config.resume not in ("latest", "none") and not config.resume.isdigit():
+    if config.resume not in ("latest", "none") and not is_step(config.resume):
         raise ConfigError(f"--resume {config.resume!r}; it takes latest, none or a step")
     if config.data is not None and not config.data.is_file():
         raise ConfigError(f"--data: no file {str(config.data)!r}")
@@ -222,10 +226,15 @@ def _check(config: RunConfig) -> None:
             raise ConfigError(f"--from: no folder {str(source)!r}")
 
 
+def is_step(text: str) -> bool:
+    """Whether a text is a step's number."""
+    return text.isascii() and text.isdecimal()
+
+
 def split_source(text: str) -> tuple[Path, int | None]:
     """`DIR` or `DIR@STEP` -> (folder, step or None for the newest)."""
     folder, mark, step = text.rpartition("@")
-    if mark and step.isdigit():
+    if mark and is_step(step):
         return Path(folder), int(step)
     return Path(text), None
 

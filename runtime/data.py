@@ -44,6 +44,7 @@ class Corpus:
         num_bytes = path.stat().st_size
         if num_bytes == 0:
             raise ValueError(f"data: {str(path)!r} is empty; it must hold text")
+        path.open("rb").close()  # OSError says why it cannot be read
         data = torch.from_file(str(path), shared=False, size=num_bytes, dtype=torch.uint8)
         return cls(path, data, num_bytes - int(num_bytes * held_out))
 

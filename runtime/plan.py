@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
-from plait.ckpt.folders import step_folders
 from plait.config import ConfigError, RunConfig
 from plait.data import Corpus, check_batch, open_corpus
+from plait.identity import Identity, check_source
 from plait.model_config import ModelConfig, model_config
 from plait.parallel.mesh import check_grid, parse_mesh
 from plait.parallel.schedules import Schedule, gpipe, interleaved, one_f_one_b
@@ -38,6 +39,19 @@ class RunPlan:
     def world_size(self) -> int:
         return math.prod(self.sizes.values())
 
+    @cached_property
+    def identity(self) -> Identity:
+        """What every start of this run has in common."""
+        config = self.config
+        return Identity(
+            model=self.model,
+            dtype=config.dtype,
+            seed=config.seed,
+            global_batch=config.global_batch,
+            seq=config.seq,
+            text=self.corpus.digest,
+        )
+
     @property
     def dtype(self) -> torch.dtype:
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[self.config.dtype]
@@ -55,10 +69,10 @@ def make_plan(config: RunConfig) -> RunPlan:
 
 def _make_plan(config: RunConfig) -> RunPlan:
     sizes = parse_mesh(config.mesh)
-    check_grid(sizes, math.prod(sizes.values()))
-    unknown = [name for name in sizes if name not in ("dp", "pp", "tp")]
-    if unknown and sizes[unknown[0]] > 1:
+    unknown = [name for name, size in sizes.items() if name not in ("dp", "pp", "tp") and (name, size) != ("cp", 1)]
+    if unknown:
         raise ConfigError(f"--mesh {config.mesh}: no layer splits along {unknown[0]!r}; valid axes: dp, pp, tp")
+    check_grid(sizes, math.prod(sizes.values()))
     dp, pp, tp = (sizes.get(name, 1) for name in ("dp", "pp", "tp"))
     model = model_config(config.preset)
     num_microbatches = check_batch(config.global_batch, dp, config.micro_batch)
@@ -66,12 +80,14 @@ def _make_plan(config: RunConfig) -> RunPlan:
     model.check_grid(tp=tp, num_stages=pp * chunks, seq=config.seq, sequence_parallel=config.sequence_parallel)
     schedule = make_schedule(config, pp, num_microbatches, tied=model.tied)
     schedule.check()
-    corpus = open_corpus(config.data, cache_folder())
+    corpus = _open_text(config.data)
     corpus.train_windows(config.seq)
     corpus.held_out_windows(config.seq)
     _check_out(config.out)
-    _check_resume(config)
-    return RunPlan(config, model, sizes, schedule, num_microbatches, corpus)
+    _check_json(config.json)
+    plan = RunPlan(config, model, sizes, schedule, num_microbatches, corpus)
+    check_source(config, plan.identity)
+    return plan
 
 
 def make_schedule(config: RunConfig, pp: int, num_microbatches: int, *, tied: bool) -> Schedule:
@@ -99,11 +115,24 @@ def _check_out(out: Path) -> None:
         raise ConfigError(f"--out: {str(out)!r} is not writable")
 
 
-def _check_resume(config: RunConfig) -> None:
-    """Starting anew needs a folder without snapshots: nothing is overwritten and the newest one wins."""
-    there = step_folders(config.out)
-    if config.resume == "none" and there:
-        raise ConfigError(f"--resume none: {str(config.out)!r} holds {there[0].path.name}; name another --out")
-    if config.resume.isdigit() and not any(folder.step == int(config.resume) for folder in there):
-        names = ", ".join(folder.path.name for folder in there) or "no snapshot"
-        raise ConfigError(f"--resume {config.resume}: {str(config.out)!r} holds {names}")
+def _check_json(path: Path | None) -> None:
+    """The final metrics are written when everything is trained: too late to learn that they cannot be."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"--json: {str(path)!r} is a folder; name a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--json: cannot make {str(path.parent)!r}: {error.strerror}") from error
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"--json: {str(path)!r} is not writable")
+
+
+def _open_text(path: Path | None) -> Corpus:
+    try:
+        return open_corpus(path, cache_folder())
+    except OSError as error:
+        said = f"cannot read {str(path)!r}" if path else f"cannot put the default text together in '{cache_folder()}'"
+        hint = "" if path else "; name a text file with --data"
+        raise ConfigError(f"--data: {said}: {error.strerror}{hint}") from error

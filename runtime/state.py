@@ -10,44 +10,41 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from plait.ckpt import PerRank, Sharded
-from plait.model_config import ModelConfig
+from plait.identity import Identity
 from plait.parallel.random import capture_generators, restore_generators
 from plait.parallel.sharded_adamw import Piece, ShardedAdamW
 
 
-class StateMismatch(ValueError):
-    """A snapshot of another model or data order than this run's."""
-
-
 @dataclass
 class Progress:
-    """Where the run is: `step` steps are done, `sample` is the global index of the next row."""
+    """Where the run is: `step` steps are done."""
 
-    model: ModelConfig
-    seed: int
+    run: Identity
     optimizer: ShardedAdamW
     step: int = 0
-    sample: int = 0
     tokens: int = 0
 
-    def advance(self, rows: int, tokens: int) -> None:
+    @property
+    def sample(self) -> int:
+        """Global index of the next row."""
+        return self.step * self.run.global_batch
+
+    def advance(self, tokens: int) -> None:
         """One more step."""
         self.step += 1
-        self.sample += rows
         self.tokens += tokens
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data, equal on all ranks."""
         return {
-            "model": asdict(self.model),
-            "seed": self.seed,
+            "run": self.run.state_dict(),
             "step": self.step,
             "sample": self.sample,
             "tokens": self.tokens,
@@ -55,18 +52,8 @@ class Progress:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes the place of a snapshot; StateMismatch when it is of another model or seed."""
-        here, there = asdict(self.model), state["model"]
-        other = [f"{key} is {there.get(key)} there, {here[key]} here" for key in here if here[key] != there.get(key)]
-        if other:
-            raise StateMismatch(
-                f"the snapshot is of another model: {'; '.join(other)}; use the --preset that made it"
-            )
-        if state["seed"] != self.seed:
-            raise StateMismatch(
-                f"--seed is {self.seed}, but the snapshot was made with --seed {state['seed']}: another data order"
-            )
-        self.step, self.sample, self.tokens = state["step"], state["sample"], state["tokens"]
+        """Takes the place of a snapshot, which `plait.identity` found to be of this run."""
+        self.step, self.tokens = state["step"], state["tokens"]
         self.optimizer.steps = state["optimizer_steps"]
 
 
@@ -126,4 +113,8 @@ def _tensors(piece: Piece) -> Iterator[tuple[str, Tensor]]:
 
 def run_state(progress: Progress) -> dict[str, Any]:
     """What a snapshot of a run holds. The order counts in a restore: generators come last."""
-    return {"progress": progress, "training": Weights(progress.optimizer), "generators": Generators(progress.seed)}
+    return {
+        "progress": progress,
+        "training": Weights(progress.optimizer),
+        "generators": Generators(progress.run.seed),
+    }

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 
 from plait.ckpt import Snapshots
+from plait.ckpt.folders import step_folders
 from plait.config import split_source
 from plait.data import Batches, held_out_batches
 from plait.metrics import StepRecord
@@ -83,7 +84,7 @@ class Trainer:
             coord=axis.coord,
             device=mesh.device,
         )
-        self.progress = Progress(plan.model, config.seed, self.optimizer)
+        self.progress = Progress(plan.identity, self.optimizer)
         self.state = run_state(self.progress)
         self.loss = math.nan  # of the last step
         self.stall_s = 0.0  # since the last step ended
@@ -124,7 +125,7 @@ class Trainer:
     def restore(self) -> str | None:
         """Takes up the newest good snapshot or the one that was asked for; says which, None for a fresh start."""
         config = self.plan.config
-        empty = self.snapshots.latest() is None
+        empty = not step_folders(config.out)  # damaged ones are no fresh start: the restore says what is wrong
         if config.from_ is not None and empty:
             folder, step = split_source(config.from_)
             with Snapshots(
@@ -180,7 +181,7 @@ class Trainer:
         reduced = time.perf_counter()
         factor = clip_factor(torch.tensor(norm, dtype=torch.float64), MAX_NORM)
         self.optimizer.step(lr, WEIGHT_DECAY, float(factor))
-        self.progress.advance(config.global_batch, batch.num_tokens)
+        self.progress.advance(batch.num_tokens)
         if self.reporter:
             ended = time.perf_counter()
             record = StepRecord(

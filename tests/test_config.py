@@ -22,6 +22,8 @@ BAD = (
     (["--zero", "3"], "--zero 3 is unknown; valid: 0, 1"),
     (["--dropout", "1.0"], "--dropout is 1.0"),
     (["--lr", "0"], "--lr is 0.0"),
+    (["--lr", "inf"], "--lr is inf; it must be above 0 and finite"),
+    (["--resume", "\u00b2"], "it takes latest, none or a step"),
     (["--seed", "-4"], "--seed is -4"),
     (["--resume", "newest"], "--resume 'newest'; it takes latest, none or a step"),
     (["--data", "/nowhere/text"], "--data: no file '/nowhere/text'"),
@@ -34,9 +36,9 @@ BAD = (
 BAD_TOML = (
     ("stepz = 3", "unknown key 'stepz'; valid: mesh, preset, steps"),
     ("from_ = 'x'", "unknown key 'from_'"),
-    ("steps = '3'", "steps is '3'; it takes a int"),
-    ("steps = true", "steps is True; it takes a int"),
-    ("sequence-parallel = 1", "sequence-parallel is 1; it takes a bool"),
+    ("steps = '3'", "steps is '3'; it takes an integer"),
+    ("steps = true", "steps is True; it takes an integer"),
+    ("sequence-parallel = 1", "sequence-parallel is 1; it takes true or false"),
     ("steps = ", "Invalid value"),
 )
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import plait.plan
+from plait.ckpt import Snapshots
 from plait.config import ConfigError, parse
 from plait.plan import make_plan
 
@@ -14,7 +16,7 @@ BAD = (
     ("--mesh dp=two", "cannot read 'dp=two'"),
     ("--mesh dp=2,dp=2", "axis 'dp' is given twice"),
     ("--mesh dp=0", "a size must be an integer of at least 1"),
-    ("--mesh ep=2", "ep"),
+    ("--mesh ep=2", "no layer splits along 'ep'; valid axes: dp, pp, tp"),
     ("--mesh cp=2", "no layer splits along 'cp'"),
     ("--mesh tp=3", "tp is 3; it must divide num_heads = 8"),
     ("--mesh pp=5", "num_stages is 5; it must be in [1, 4]"),
@@ -55,3 +57,58 @@ def test_a_plan_holds_a_checked_schedule(tmp_path: Path, schedule: str) -> None:
     assert plan.world_size == 8 and plan.num_microbatches == 4
     assert plan.schedule.num_ranks == 2 and plan.schedule.tied
     assert plan.schedule.num_stages == (4 if schedule == "interleaved" else 2)
+
+
+def test_metrics_that_cannot_be_written_are_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for target, message in ((tmp_path, "is a folder; name a file"), (tmp_path / "file" / "a.json", "cannot make")):
+        with pytest.raises(ConfigError, match=f"--json: .*{message}"):
+            make_plan(parse(["--json", str(target), "--out", str(tmp_path / "run")]))
+
+
+def test_a_home_that_cannot_hold_the_default_text_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("x")
+    monkeypatch.setattr(plait.plan, "cache_folder", lambda: tmp_path / "file" / "cache")
+    with pytest.raises(ConfigError, match="--data: cannot put the default text together in .*; name a text file"):
+        make_plan(parse(["--out", str(tmp_path / "run")]))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A run folder with a snapshot of step 3 that holds what makes the run, and nothing else."""
+    run = make_plan(parse(["--out", str(tmp_path / "run")])).identity.state_dict()
+    with Snapshots(tmp_path / "run") as snapshots:
+        snapshots.save(3, {"progress": {"run": run}})
+    return tmp_path / "run"
+
+
+# flags, what the message must say
+OTHER_RUNS = (
+    ("--preset small", "holds another model (dim is 256, not 128; "),
+    ("--seed 5", "--seed is 5, but"),
+    ("--dtype bfloat16", "--dtype is bfloat16, but"),
+    ("--global-batch 32", "--global-batch is 32, but"),
+    ("--seq 64", "--seq is 64, but"),
+    ("--data TEXT", "was made on another text"),
+    ("--resume 4", "--resume 4:"),
+)
+
+
+@pytest.mark.parametrize(("flags", "message"), OTHER_RUNS, ids=[flags for flags, _ in OTHER_RUNS])
+def test_a_snapshot_of_another_run_is_refused_before_a_rank_starts(saved: Path, flags: str, message: str) -> None:
+    (saved / "TEXT").write_bytes(b"another text " * 1000)
+    with pytest.raises(ConfigError) as caught:
+        make_plan(parse([*flags.replace("TEXT", str(saved / "TEXT")).split(), "--out", str(saved)]))
+    assert message in str(caught.value) and "step-000000003" in str(caught.value)
+
+
+def test_from_may_go_on_with_another_text_but_not_with_another_model(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"another text " * 1000)
+    base = ["--out", str(tmp_path / "new"), "--from", str(saved)]
+    make_plan(parse([*base, "--data", str(tmp_path / "text"), "--seq", "16", "--global-batch", "32"]))
+    with pytest.raises(ConfigError, match="holds another model"):
+        make_plan(parse([*base, "--preset", "small"]))
+    with pytest.raises(ConfigError, match=r"--from .*@4: .* holds step-000000003"):
+        make_plan(parse(["--out", str(tmp_path / "new"), "--from", f"{saved}@4"]))
+    with pytest.raises(ConfigError, match=r"--from .* holds no snapshot"):
+        make_plan(parse(["--out", str(tmp_path / "new"), "--from", str(tmp_path)]))

@@ -172,15 +172,21 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     assert not list((tmp_path / "run").glob("step-*"))
 
 
-def test_another_model_or_seed_is_refused_at_resume(tmp_path: Path) -> None:
+def test_another_run_is_refused_at_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     run(f"--steps 1 --out {out}")
-    status, said = launchers.train(f"{SMALL} --steps 2 --out {out} --seed 5".split())
-    assert status == 1 and "--seed is 5, but the snapshot was made with --seed 0" in said
-    status, said = launchers.train(f"{SMALL} --steps 2 --out {out} --preset small".split())
-    assert status == 1 and "embed.weight" in said and "shape" in said
-    status, said = launchers.train(f"{SMALL} --steps 2 --out {out} --dtype bfloat16".split())
-    assert status == 1 and "bfloat16" in said
+    for flags in ("--seed 5", "--preset small", "--dtype bfloat16", "--global-batch 16", "--seq 32"):
+        assert main(f"{SMALL} --steps 2 --out {out} {flags}".split()) == 2
+        assert flags.split()[0] in capsys.readouterr().err
+
+
+def test_snapshots_that_are_all_damaged_are_no_fresh_start(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run(f"--steps 2 --save-every 1 --out {out}")
+    for manifest in out.glob("step-*/MANIFEST.json"):
+        manifest.write_text("{}")
+    status, said = launchers.train(f"{SMALL} --steps 4 --mesh dp=2 --out {out}".split())
+    assert status == 1 and "can be restored" in said and "step-000000001" in said and "step 1/4" not in said
 
 
 def test_resume_none_and_a_step_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,7 +224,7 @@ def test_torchrun_starts_the_same_program(tmp_path: Path, capsys: pytest.Capture
         port = str(probe.getsockname()[1])
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     flags = f"{SMALL} --mesh dp=2 --steps 2 --out {tmp_path / 'run'}".split()
-    command = [sys.executable, "-P", "-c", "from plait.cli import entry; entry()", "train", *flags]
+    command = [sys.executable, "-P", "-m", "plait", "train", *flags]
     workers = [
         subprocess.Popen(
             command,

@@ -1,0 +1,1 @@
+../../runtime/identity.py
