@@ -216,7 +216,7 @@ def _common_verdict(folder: StepFolder, words: list[list[Any]]) -> str | None:
 
 
 def _match(flat: Flat, reader: SnapshotReader, rank: int, wanted: Wanted) -> _Match:
-    """Lays the state over the snapshot. StateError lists every name, shape and dtype that does not fit."""
+    """Lays the state over the snapshot. StateError lists names, shapes and dtypes that do not fit."""
     table, per_rank = reader.table, _per_rank_names(reader)
     stored = table.names
     missing = [n for n in flat.tensors if n not in stored] + [n for n in flat.values if n not in reader.values]
@@ -246,7 +246,8 @@ def _match(flat: Flat, reader: SnapshotReader, rank: int, wanted: Wanted) -> _Ma
                 cast.append(name)
             targets.append(Target(entry, leaf.tensor, leaf.box, leaf.flat))
     if problems:
-        raise StateError("; ".join(problems))
+        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise StateError("; ".join(problems[:8]) + more)
     results = {n: decode(reader.values[n], f"value {n!r}") for n in flat.values if n in reader.values}
     own = reader.fragments[rank].per_rank if rank < len(reader.fragments) else {}
     results.update({n: decode(own[n], f"per-rank value {n!r}") for n in flat.per_rank if n in own})
