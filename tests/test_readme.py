@@ -45,7 +45,7 @@ def test_example_runs_as_it_stands(title, code, tmp_path):
 
 def test_readme_names_only_targets_and_commands_that_exist():
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"`?make ([a-z-]+)", README):
+    for target in re.findall(r"(?:^ {4}|`)make ([a-z-]+)", README, re.M):
         assert re.search(rf"^{target}:", makefile, re.M), f"make {target} is not in the Makefile"
     from plait.cli import COMMANDS
 
