@@ -162,6 +162,8 @@ class DataParallel:
             raise RuntimeError("zero_grad while gradients are being reduced: finish() the step or drop() it")
         for bucket in self.buckets:
             bucket.reset()
+            for slot in bucket.slots:
+                slot.param.grad_uses_seen = 0  # type: ignore[attr-defined]  # of a step that was given up half way
         self._opened.clear()
         self._reduced.clear()
 

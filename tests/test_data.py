@@ -511,6 +511,22 @@ def body_other_layout(rank):
         DataParallel({0: nn.Linear(4, 4 + rank)}, Mesh.create(dp=2))
 
 
+def test_a_weight_used_twice_counts_from_zero_after_a_step_given_up_half_way():
+    """One of its two uses had arrived: the next step took its first use for the second, and reduced too early."""
+    model = nn.Linear(2, 2, bias=False)
+    add_use(model.weight)
+    dp = DataParallel({0: model}, Mesh.single())
+    arrived = []
+    model.weight.on_grad = arrived.append
+    accumulate(model.weight, torch.ones(2, 2))
+    dp.zero_grad()
+    accumulate(model.weight, torch.ones(2, 2))
+    assert not arrived
+    accumulate(model.weight, torch.ones(2, 2))
+    assert len(arrived) == 1
+    assert torch.equal(model.weight.main_grad, torch.full((2, 2), 2.0))
+
+
 @pytest.mark.ranks
 def test_ranks_with_different_parameters_are_refused():
     run_ranks(2, body_other_layout)
