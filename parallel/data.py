@@ -13,6 +13,7 @@ before it have started, so that all dp ranks start the same messages in the same
 from __future__ import annotations
 
 import logging
+import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from plait.parallel.mesh import Mesh
 from plait.parallel.placement import Placement, placement_of
 from plait.parallel.sharded_adamw import ShardedAdamW
 
-__all__ = ["DataParallel", "Shard", "ShardedAdamW", "clip_scale", "decays"]
+__all__ = ["DataParallel", "Shard", "ShardedAdamW", "clip_factor", "decays"]
 
 
 def decays(name: str, param: Tensor) -> bool:
@@ -298,9 +299,15 @@ class DataParallel:
                 )
 
 
-def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
-    """Returns the factor, 0-dim, that brings gradients of this norm down to `max_norm`; 1 below it."""
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What to multiply the gradients by so that their norm is at most `max_norm`; 0-dim, of the norm's dtype.
+
+    A norm that is not finite gives NaN, never a silent zero: the caller skips such a step.
+    """
+    if not max_norm > 0.0:
+        raise ValueError(f"max_norm is {max_norm}; it must be above 0")
+    factor = (max_norm / norm).clamp(max=1.0)
+    return torch.where(norm.isfinite(), factor, torch.full_like(norm, math.nan))
 
 
 def _take_grad(param: nn.Parameter) -> None:

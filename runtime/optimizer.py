@@ -1,4 +1,4 @@
-"""The learning rate of a step, which parameters decay, and the factor that clips a gradient: pure functions.
+"""The learning rate of a step: a pure function.
 
 Not the optimizer (`plait.parallel.data.ShardedAdamW` updates the shards). The one idea: the rate depends on the step
 and on the number of steps over which it decays, never on how long this run will be, so that four steps and then two
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-
-import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,19 +45,3 @@ class LearningRate:
             return self.peak * self.floor
         done = (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps)
         return self.peak * (self.floor + (1.0 - self.floor) * 0.5 * (1.0 + math.cos(math.pi * done)))
-
-
-def decays(parameter: torch.nn.Parameter) -> bool:
-    """Whether weight decay applies: matrices and embeddings do, norm weights and biases (one dim) do not."""
-    return parameter.ndim > 1
-
-
-def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """What to multiply the gradients by so that their norm is at most `max_norm`; 0-dim, of the norm's dtype.
-
-    A norm that is not finite gives NaN, never a silent zero: the caller skips such a step.
-    """
-    if not max_norm > 0.0:
-        raise ValueError(f"max_norm is {max_norm}; it must be above 0")
-    factor = (max_norm / norm).clamp(max=1.0)
-    return torch.where(norm.isfinite(), factor, torch.full_like(norm, math.nan))

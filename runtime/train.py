@@ -21,9 +21,9 @@ from plait.config import split_source
 from plait.data import Batches, held_out_batches
 from plait.metrics import StepRecord
 from plait.model import LlamaStage, build_stages
-from plait.optimizer import LearningRate, clip_factor
+from plait.optimizer import LearningRate
 from plait.parallel import collectives
-from plait.parallel.data import DataParallel, ShardedAdamW
+from plait.parallel.data import DataParallel, ShardedAdamW, clip_factor
 from plait.parallel.mesh import Mesh
 from plait.parallel.pipeline import Pipeline
 from plait.parallel.recompute import Policy

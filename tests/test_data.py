@@ -7,6 +7,7 @@ fp64; fp32 and 16 bits are compared bit for bit with the run that has the same o
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections import Counter
@@ -20,7 +21,7 @@ from torch import nn
 from plait.kernels import adamw_ref
 from plait.parallel import buckets as buckets_module
 from plait.parallel.buckets import ALIGN, fill, overlap, round_up
-from plait.parallel.data import DataParallel, ShardedAdamW, clip_scale
+from plait.parallel.data import DataParallel, ShardedAdamW, clip_factor, decays
 from plait.parallel.gradients import accumulate, add_use
 from plait.parallel.mesh import Mesh
 from plait.parallel.placement import Placement
@@ -64,7 +65,7 @@ def train_alone(steps, dtype=torch.float64):
             with torch.no_grad():
                 new, *moments[name], _ = adamw_ref(
                     p, p.grad, *moments[name], step=step + 1, lr=LR, beta1=0.9, beta2=0.95, eps=1e-8,
-                    weight_decay=DECAY if p.dim() > 1 else 0.0, grad_scale=clip_scale(norm, MAX_NORM),
+                    weight_decay=DECAY if p.dim() > 1 else 0.0, grad_scale=clip_factor(norm, MAX_NORM),
                 )  # fmt: skip
                 p.copy_(new)
     return [p.detach().clone() for p in model.parameters()], norms
@@ -88,7 +89,7 @@ def train_parallel(dp, optimizer, model, steps, microbatches, dtype=torch.float6
         dp.finish()
         norm = dp.grad_norm()
         norms.append(float(norm))
-        optimizer.step(LR, DECAY, clip_scale(norm, MAX_NORM))
+        optimizer.step(LR, DECAY, clip_factor(norm, MAX_NORM))
     return norms
 
 
@@ -713,3 +714,19 @@ def test_fill_keeps_order_and_bounds():
         assert [slot for some in lists for slot in some] == slots
         assert all(len(some) == 1 or sum(slot.numel * 8 for slot in some) <= bound for some in lists)
     assert overlap((0, 4), (2, 9)) == (2, 4) and overlap((0, 2), (2, 3)) is None
+
+
+def test_only_matrices_decay():
+    assert decays("w", torch.nn.Parameter(torch.zeros(2, 2))) and decays(
+        "w", torch.nn.Parameter(torch.zeros(2, 3, 4))
+    )
+    assert not decays("w", torch.nn.Parameter(torch.zeros(2)))
+
+
+def test_clip_factor_clips_only_what_is_above():
+    norms = [0.0, 0.5, 1.0, 4.0]
+    assert [clip_factor(torch.tensor(norm), 1.0).item() for norm in norms] == [1.0, 1.0, 1.0, 0.25]
+    for norm in (math.inf, math.nan):
+        assert math.isnan(clip_factor(torch.tensor(norm), 1.0).item())
+    with pytest.raises(ValueError, match="max_norm is 0"):
+        clip_factor(torch.tensor(1.0), 0)

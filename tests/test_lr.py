@@ -1,13 +1,10 @@
-"""The learning rate, the decay rule and the clip factor of plait.optimizer."""
+"""The learning rate of plait.optimizer."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
-import torch
 
-from plait.optimizer import LearningRate, clip_factor, decays
+from plait.optimizer import LearningRate
 
 
 def test_warm_up_is_linear_and_ends_at_the_peak():
@@ -48,17 +45,3 @@ def test_bad_values_are_named(bad, text):
     with pytest.raises(ValueError) as error:
         LearningRate(**bad)
     assert text in str(error.value)
-
-
-def test_only_matrices_decay():
-    assert decays(torch.nn.Parameter(torch.zeros(2, 2))) and decays(torch.nn.Parameter(torch.zeros(2, 3, 4)))
-    assert not decays(torch.nn.Parameter(torch.zeros(2)))
-
-
-def test_clip_factor_clips_only_what_is_above():
-    norms = [0.0, 0.5, 1.0, 4.0]
-    assert [clip_factor(torch.tensor(norm), 1.0).item() for norm in norms] == [1.0, 1.0, 1.0, 0.25]
-    for norm in (math.inf, math.nan):
-        assert math.isnan(clip_factor(torch.tensor(norm), 1.0).item())
-    with pytest.raises(ValueError, match="max_norm is 0"):
-        clip_factor(torch.tensor(1.0), 0)

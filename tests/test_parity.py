@@ -17,7 +17,7 @@ from plait.data import IGNORE_INDEX
 from plait.model import build_stages, full_state
 from plait.model_config import ModelConfig
 from plait.parallel.collectives import all_gather
-from plait.parallel.data import DataParallel, ShardedAdamW, clip_scale
+from plait.parallel.data import DataParallel, ShardedAdamW, clip_factor
 from plait.parallel.mesh import Mesh
 from plait.parallel.pipeline import Pipeline
 from plait.parallel.schedules import Schedule, gpipe, interleaved, one_f_one_b
@@ -161,7 +161,7 @@ def train_steps(rank: int, grid: Grid, num_steps: int) -> list[float]:
     for step in range(num_steps):
         loss, norm = run.backward(step)
         losses.append(loss)
-        optimizer.step(1e-3, 0.1, clip_scale(torch.tensor(norm), 1.0))
+        optimizer.step(1e-3, 0.1, clip_factor(torch.tensor(norm), 1.0))
     return losses
 
 
