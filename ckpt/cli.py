@@ -18,6 +18,7 @@ from plait.ckpt.compare import compare, find_snapshot
 from plait.ckpt.errors import SnapshotDamaged, SnapshotError, SnapshotLocked
 from plait.ckpt.folders import StepFolder, collect_garbage, leftovers, parse_step, step_folders
 from plait.ckpt.lock import RootLock, read_record
+from plait.ckpt.manifest import RUN
 from plait.ckpt.reader import SnapshotReader
 from plait.ckpt.values import decode
 
@@ -77,6 +78,10 @@ def _list(arguments: argparse.Namespace) -> tuple[int, Any, list[str]]:
         raise FileNotFoundError(f"'{arguments.root}' is not a folder")
     rows = [_row(folder) for folder in step_folders(arguments.root)]
     left = [path.name for path in leftovers(arguments.root, _NO_SESSION)]
+    if not rows and not left and not (arguments.root / RUN).is_file():
+        one = parse_step(arguments.root.absolute()) is not None
+        hint = "it is one snapshot; `plait snapshot verify` takes one" if one else f"it has no {RUN} and no snapshot"
+        raise SnapshotError(f"'{arguments.root}' is no run folder: {hint}")
     owner = read_record(arguments.root / "LOCK")
     lines = [f"{'snapshot':<20} {'ranks':>5} {'tensors':>8} {'bytes':>15}  grid / reason"]
     for row in rows:
@@ -87,6 +92,8 @@ def _list(arguments: argparse.Namespace) -> tuple[int, Any, list[str]]:
             )
         else:
             lines.append(f"{row['name']:<20} {'damaged':>30}  {row['reason']}")
+    if not rows:
+        lines = [f"'{arguments.root}' has no snapshot yet"]
     lines += [f"{name}  (unfinished; `plait snapshot gc` removes it)" for name in left]
     code = OK if all(row["ok"] for row in rows) else DIFFERENT
     return code, {"root": str(arguments.root), "snapshots": rows, "leftovers": left, "owner": owner}, lines
@@ -164,8 +171,8 @@ def _diff(arguments: argparse.Namespace) -> tuple[int, Any, list[str]]:
 
 
 def _gc(arguments: argparse.Namespace) -> tuple[int, Any, list[str]]:
-    if not (arguments.root / "RUN.json").is_file():
-        raise FileNotFoundError(f"'{arguments.root}' is not a run folder: it has no RUN.json")
+    if not (arguments.root / RUN).is_file():
+        raise FileNotFoundError(f"'{arguments.root}' is no run folder: it has no {RUN}")
     lock = RootLock(arguments.root, _NO_SESSION)
     try:
         removed = collect_garbage(_C.PosixIo(), arguments.root, _NO_SESSION)

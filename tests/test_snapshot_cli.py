@@ -155,6 +155,28 @@ def test_usage_errors_are_2(run, tmp_path, capsys):
     assert "tmp_path" not in capsys.readouterr().err
 
 
+def test_ls_of_a_folder_that_is_no_run_is_an_error(run, tmp_path, capsys):
+    """It once printed an empty table and returned 0, so that a mistyped path looked like a run without snapshots."""
+    other = tmp_path / "photos"
+    other.mkdir()
+    (other / "cat.jpg").write_bytes(b"x")
+    code, report = answer(capsys, "ls", other)
+    assert code == 2 and f"'{other}' is no run folder" in report["error"]
+    code, report = answer(capsys, "ls", run / "step-000000002")
+    assert code == 2 and "it is one snapshot" in report["error"]
+    copies = tmp_path / "copies"  # snapshots that were copied away without RUN.json can be listed
+    shutil.copytree(run / "step-000000002", copies / "step-000000002")
+    assert answer(capsys, "ls", copies)[0] == 0
+
+
+def test_ls_of_a_run_without_a_snapshot_says_so(tmp_path, capsys):
+    Snapshots(tmp_path / "run").close()
+    code, report = answer(capsys, "ls", tmp_path / "run")
+    assert code == 0 and report["snapshots"] == []
+    assert main(["ls", str(tmp_path / "run")]) == 0
+    assert "no snapshot yet" in capsys.readouterr().out
+
+
 def test_a_verified_copy_is_as_good_as_the_original(run, tmp_path, capsys):
     copy = tmp_path / "elsewhere" / "step-000000002"
     shutil.copytree(run / "step-000000002", copy)
