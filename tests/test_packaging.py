@@ -1,10 +1,13 @@
-"""A wheel built from a copy of the sources holds every package, the extension, the types marker and the licences."""
+"""A wheel built from a copy of the sources holds every package, the extension, the types marker and the licences;
+an sdist holds what it takes to build that wheel, and the results that README quotes."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -14,16 +17,21 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("kernels", "parallel", "ckpt", "bench", "runtime", "csrc")
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> zipfile.ZipFile:
-    """Builds in a copy, so that the checkout keeps its own build."""
-    work = tmp_path_factory.mktemp("wheel")
+def copy_of_the_sources(work: Path) -> Path:
+    """A copy to build in, so that the checkout keeps its own build."""
     source = work / "source"
     source.mkdir()
     for name in FOLDERS:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> zipfile.ZipFile:
+    work = tmp_path_factory.mktemp("wheel")
+    source = copy_of_the_sources(work)
     command = [
         sys.executable,
         "-m",
@@ -55,6 +63,21 @@ def test_wheel_holds_extension_marker_and_licences(wheel):
     assert any(n.startswith("plait/_C.") and n.endswith(".so") for n in names)
     assert "plait/py.typed" in names
     assert sum("licenses/" in n for n in names) >= 2
+
+
+def test_sdist_holds_the_sources_and_the_results_that_readme_quotes(tmp_path):
+    """bench/results/train.json was once missing: README's numbers could not be looked up from a release."""
+    source = copy_of_the_sources(tmp_path)
+    command = [sys.executable, "setup.py", "--quiet", "sdist", "--formats=tar", "--dist-dir", str(tmp_path)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True, text=True)
+    with tarfile.open(next(tmp_path.glob("plait-*.tar"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    quoted = set(re.findall(r"\]\((bench/results/[\w.-]+)\)", (ROOT / "README.md").read_text()))
+    assert quoted and quoted <= names, f"not in the sdist: {sorted(quoted - names)}"
+    patterns = ("*.py", "*.json", "*.cpp", "*.hpp", "*.h", "LICENSE*")
+    wanted = {str(path.relative_to(source)) for pattern in patterns for path in source.rglob(pattern)}
+    wanted = {name for name in wanted if not name.startswith(("plait.egg-info", "build"))}
+    assert wanted <= names, f"not in the sdist: {sorted(wanted - names)}"
 
 
 def test_installed_wheel_imports_outside_the_checkout(wheel, tmp_path):
