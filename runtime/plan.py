@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
-from plait.config import ConfigError, RunConfig
+from plait.config import ConfigError, RunConfig, flag_of
 from plait.data import Corpus, check_batch, open_corpus
 from plait.identity import Identity, check_source
 from plait.model_config import ModelConfig, model_config
@@ -59,35 +61,53 @@ class RunPlan:
 
 def make_plan(config: RunConfig) -> RunPlan:
     """Checks grid, model, batch, schedule, text and folder; raises ConfigError (or OSError from the disk)."""
-    try:
-        return _make_plan(config)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-def _make_plan(config: RunConfig) -> RunPlan:
-    sizes = parse_mesh(config.mesh)
-    unknown = [name for name, size in sizes.items() if name not in ("dp", "pp", "tp") and (name, size) != ("cp", 1)]
-    if unknown:
-        raise ConfigError(f"--mesh {config.mesh}: no layer splits along {unknown[0]!r}; valid axes: dp, pp, tp")
-    check_grid(sizes, math.prod(sizes.values()))
+    sizes = _sizes(config)
     dp, pp, tp = (sizes.get(name, 1) for name in ("dp", "pp", "tp"))
     model = model_config(config.preset)
-    num_microbatches = check_batch(config.global_batch, dp, config.micro_batch)
+    with _flags(config, "mesh", "global_batch", "micro_batch"):
+        num_microbatches = check_batch(config.global_batch, dp, config.micro_batch)
     chunks = config.chunks if config.schedule == "interleaved" else 1
-    model.check_grid(tp=tp, num_stages=pp * chunks, seq=config.seq, sequence_parallel=config.sequence_parallel)
-    schedule = make_schedule(config, pp, num_microbatches, tied=model.tied)
-    schedule.check()
-    corpus = _open_text(config.data)
-    corpus.train_windows(config.seq)
-    corpus.held_out_windows(config.seq)
+    beside = (*(["chunks"] if chunks > 1 else []), *(["seq"] if config.sequence_parallel else []))
+    with _flags(config, "mesh", *beside):
+        model.check_grid(tp=tp, num_stages=pp * chunks, seq=config.seq, sequence_parallel=config.sequence_parallel)
+    with _flags(config, "mesh", "schedule"):
+        schedule = make_schedule(config, pp, num_microbatches, tied=model.tied)
+        schedule.check()
+    with _flags(config, "data"):
+        corpus = _open_text(config.data)
+    with _flags(config, "seq"):
+        corpus.train_windows(config.seq)
+        corpus.held_out_windows(config.seq)
     _check_out(config.out)
     _check_json(config.json)
     plan = RunPlan(config, model, sizes, schedule, num_microbatches, corpus)
     check_source(config, plan.identity)
     return plan
+
+
+@contextmanager
+def _flags(config: RunConfig, *names: str) -> Iterator[None]:
+    """Puts what the user typed before the text of a ValueError, which knows arguments and no flags."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as error:
+        said = {flag_of(name): getattr(config, name) for name in names}
+        typed = ", ".join(f"{flag} {value}" for flag, value in said.items() if value is not None)
+        text = str(error).removeprefix(f"mesh {config.mesh!r}: ").removeprefix("data: ")
+        raise ConfigError(f"{typed or ', '.join(said)}: {text}") from error
+
+
+def _sizes(config: RunConfig) -> dict[str, int]:
+    """The grid's sizes by axis, as `--mesh` gives them."""
+    with _flags(config, "mesh"):
+        sizes = parse_mesh(config.mesh)
+        unknown = [name for name, n in sizes.items() if name not in ("dp", "pp", "tp") and (name, n) != ("cp", 1)]
+        if unknown:
+            raise ValueError(f"no layer splits along {unknown[0]!r}; valid axes: dp, pp, tp")
+        check_grid(sizes, math.prod(sizes.values()))
+    return sizes
 
 
 def make_schedule(config: RunConfig, pp: int, num_microbatches: int, *, tied: bool) -> Schedule:

@@ -202,10 +202,10 @@ def test_resume_none_and_a_step_that_is_not_there(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--mesh dp=2,pp=3,tp=3", "tp is 3; it must divide num_heads"),
-        ("--mesh pp=8", "num_stages is 8; it must be in [1, 4]"),
-        ("--mesh dp=3", "global_batch is 8; it must be a multiple"),
-        ("--mesh dp=2,tp=", "cannot read 'tp='"),
+        ("--mesh dp=2,pp=3,tp=3", "--mesh dp=2,pp=3,tp=3: tp is 3; it must divide num_heads"),
+        ("--mesh pp=8", "--mesh pp=8: num_stages is 8; it must be in [1, 4]"),
+        ("--mesh dp=3", "--mesh dp=3, --global-batch 8, --micro-batch 1: global_batch is 8"),
+        ("--mesh dp=2,tp=", "--mesh dp=2,tp=: cannot read 'tp='"),
         ("--preset giant", "--preset 'giant' is unknown"),
     ],
 )
