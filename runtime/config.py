@@ -62,7 +62,7 @@ class RunConfig:
     save_every: int
     keep: int = 3
     keep_every: int | None = None
-    resume: str = "latest"  # latest | none | a step
+    resume: str = "latest"  # latest | none | a step; `build` makes it none beside from_
     from_: str | None = None  # DIR or DIR@STEP
     json: Path | None = None
 
@@ -89,8 +89,9 @@ HELP = {
     "save_every": "steps between snapshots",
     "keep": "newest snapshots to keep",
     "keep_every": "also keep every snapshot whose step is a multiple of this",
-    "resume": "latest, none or a step of --out",
-    "from_": "start from a snapshot of another run: DIR or DIR@STEP",
+    "resume": "latest, none or a step of --out (default: latest; beside --from: none)",
+    "from_": "start from a snapshot of another run: DIR or DIR@STEP; refused when --out has snapshots, "
+    "unless --resume latest or a step says to go on from those",
     "json": "write the final metrics to this file",
 }
 
@@ -183,7 +184,8 @@ def build(values: Mapping[str, Any]) -> RunConfig:
     unknown = [name for name in values if name not in KINDS]
     if unknown:
         raise ConfigError(f"unknown key {unknown[0]!r}; valid: {', '.join(KINDS)}")
-    config = RunConfig(**{**PRESETS[preset], **values})
+    alone = {"resume": "none"} if values.get("from_") is not None else {}  # two sources: the user says which one
+    config = RunConfig(**{**PRESETS[preset], **alone, **values})
     _check(config)
     return config
 

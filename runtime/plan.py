@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from plait.ckpt.folders import step_folders
 from plait.config import ConfigError, RunConfig, flag_of
 from plait.data import Corpus, check_batch, open_corpus
 from plait.identity import Identity, check_source
@@ -81,6 +82,7 @@ def make_plan(config: RunConfig) -> RunPlan:
     _check_out(config.out)
     _check_json(config.json)
     plan = RunPlan(config, model, sizes, schedule, num_microbatches, corpus)
+    _check_from(config)
     check_source(config, plan.identity)
     return plan
 
@@ -108,6 +110,16 @@ def _sizes(config: RunConfig) -> dict[str, int]:
             raise ValueError(f"no layer splits along {unknown[0]!r}; valid axes: dp, pp, tp")
         check_grid(sizes, math.prod(sizes.values()))
     return sizes
+
+
+def _check_from(config: RunConfig) -> None:
+    """Two sources, and nobody said which: `--from` beside an `--out` that has snapshots of its own."""
+    own = step_folders(config.out)
+    if config.from_ is not None and own and config.resume == "none":
+        raise ConfigError(
+            f"--from {config.from_}: --out {config.out} already holds {own[0].path.name}; name another --out, "
+            "or go on from that one with --resume latest"
+        )
 
 
 def make_schedule(config: RunConfig, pp: int, num_microbatches: int, *, tied: bool) -> Schedule:

@@ -96,6 +96,15 @@ def test_source_with_and_without_a_step() -> None:
     assert split_source("runs/x") == (Path("runs/x"), None)
 
 
+def test_from_alone_resumes_nothing_unless_resume_says_so(tmp_path: Path) -> None:
+    assert parse([]).resume == "latest" and parse(["--from", "."]).resume == "none"
+    assert parse(["--from", ".", "--resume", "latest"]).resume == "latest"
+    path = tmp_path / "run.toml"
+    path.write_text("from = '.'\nresume = 'latest'\n")
+    assert parse(["--config", str(path)]).resume == "latest"
+    assert "--resume latest" in HELP["from_"]
+
+
 def test_a_bad_flag_ends_the_command_before_torch_is_loaded() -> None:
     code = (
         "import sys; from plait.train_cli import main; status = main(['--steps', 'x']);"

@@ -119,3 +119,17 @@ def test_from_may_go_on_with_another_text_but_not_with_another_model(saved: Path
         make_plan(parse(["--out", str(tmp_path / "new"), "--from", f"{saved}@4"]))
     with pytest.raises(ConfigError, match=r"--from .* holds no snapshot"):
         make_plan(parse(["--out", str(tmp_path / "new"), "--from", str(tmp_path)]))
+
+
+def test_from_is_not_ignored_when_out_has_snapshots(saved: Path, tmp_path: Path) -> None:
+    """It was: the run went on from --out and said nothing. --resume says that this is meant."""
+    base = ["--out", str(saved), "--from", f"{saved}@3"]
+    for flags in ([], ["--resume", "none"]):
+        with pytest.raises(ConfigError) as caught:
+            make_plan(parse([*base, *flags]))
+        said = str(caught.value)
+        assert said.startswith(f"--from {saved}@3: --out {saved} already holds step-000000003;")
+        assert "--resume latest" in said and "another --out" in said
+    make_plan(parse([*base, "--resume", "latest"]))
+    make_plan(parse([*base, "--resume", "3"]))
+    make_plan(parse(["--from", str(saved), "--out", str(tmp_path / "new"), "--resume", "latest"]))
