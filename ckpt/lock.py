@@ -86,6 +86,26 @@ class RootLock:
         os.fsync(self._fd)
 
 
+def refuse_if_held(root: Path) -> None:
+    """Raises SnapshotLocked naming the owner when another job holds ROOT/LOCK; takes nothing, and may be outdated at
+    once: RootLock decides. For a process that will fork, whose children would keep a lock of its own.
+    """
+    path = root / "LOCK"
+    record = read_record(path)
+    if not record.get("held"):  # not even locked for a moment, in which a job that starts would be refused
+        return
+    if not owner_is_alive(record):  # or on another host, where only the flock can tell
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(fd)
+    raise SnapshotLocked(f"'{path}' is held by {describe_owner(record)}")
+
+
 def _forget(reference: weakref.ref[RootLock]) -> None:
     lock = reference()
     if lock is not None:

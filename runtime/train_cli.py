@@ -9,9 +9,12 @@ import sys
 
 from plait.config import ConfigError, RunConfig, parse
 
+LOCKED = 3  # as `plait snapshot` has it
+
 
 def main(argv: list[str]) -> int:
-    """Exit code 0 when the run reached its end or was asked to stop and saved; 1 on failure; 2 on a bad flag."""
+    """Exit code 0 when the run reached its end or was asked to stop and saved; 1 on failure; 2 on a bad flag; 3 when
+    a running job writes to `--out`."""
     try:
         return run(parse(argv))
     except ConfigError as error:
@@ -21,14 +24,22 @@ def main(argv: list[str]) -> int:
 
 def run(config: RunConfig) -> int:
     """Checks the run, then starts it; raises ConfigError for what the grid, the model or the data refuse."""
+    from plait.ckpt.errors import SnapshotLocked
+    from plait.ckpt.lock import refuse_if_held
     from plait.launch import launch, run_in_place, torchrun_place
     from plait.plan import make_plan
     from plait.rank import Place, Rank
     from plait.train import train
     from plait.view import make_view
 
-    plan = make_plan(config)
     place = torchrun_place()
+    if place is None or place.rank == 0:  # the rank that will hold the LOCK, so that it cannot meet its own
+        try:
+            refuse_if_held(config.out)
+        except SnapshotLocked as error:
+            print(f"plait train: --out {config.out}: {error}", file=sys.stderr)
+            return LOCKED
+    plan = make_plan(config)
     if place is not None and place.world_size != plan.world_size:
         raise ConfigError(f"--mesh {config.mesh} is {plan.world_size} ranks; torchrun started {place.world_size}")
 

@@ -17,6 +17,7 @@ import torch
 from plait.ckpt import PerRank, Sharded, SnapshotError, SnapshotLocked, Snapshots, StateError, optimizer_state
 from plait.ckpt.compare import compare
 from plait.ckpt.interop import assemble, export
+from plait.ckpt.lock import refuse_if_held
 from plait.ckpt.reader import SnapshotReader
 from tests.faults import empty_state, failing, flip, in_child, is_small_state, on_ranks, restored_seed, small_state
 
@@ -396,6 +397,23 @@ def test_a_stale_owner_is_recognised(tmp_path):
     assert f"process {record['pid']}" in str(snapshots._lock.stale_owner)
     assert snapshots._lock.epoch == record["epoch"] + 1
     snapshots.close()
+
+
+def test_a_look_at_the_lock_names_the_owner_and_takes_nothing(tmp_path):
+    """For a launcher, which forks: a child would keep a lock that it held."""
+    refuse_if_held(tmp_path)
+    assert not list(tmp_path.iterdir())
+    with Snapshots(tmp_path):
+        with pytest.raises(SnapshotLocked, match=f"held by process {os.getpid()} on host"):
+            refuse_if_held(tmp_path)
+        assert in_child(lambda: refuse_if_held(tmp_path)) == 1
+    refuse_if_held(tmp_path)
+    assert in_child(lambda: Snapshots(tmp_path)) == 0  # ends without close
+    before = (tmp_path / "LOCK").read_text()
+    num_open = len(os.listdir("/proc/self/fd"))
+    refuse_if_held(tmp_path)
+    assert (tmp_path / "LOCK").read_text() == before and len(os.listdir("/proc/self/fd")) == num_open
+    Snapshots(tmp_path).close()
 
 
 def test_an_owner_that_was_replaced_does_not_commit(tmp_path):

@@ -126,12 +126,17 @@ def test_a_signal_finishes_the_step_saves_and_exits_0(tmp_path: Path, mesh: str,
         launchers.assert_gone(running.rank_pids)
 
 
-def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
-    flags = f"{SMALL} --mesh dp=2 --out {tmp_path / 'run'} --steps".split()
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=2"])
+def test_a_second_run_in_the_same_folder_is_refused_before_a_rank_starts(tmp_path: Path, mesh: str) -> None:
+    """Its ranks once started first, and it ended with 1 and a traceback."""
+    flags = f"{SMALL} --mesh {mesh} --out {tmp_path / 'run'} --steps".split()
     first = launchers.start([*flags, "100000"])
     assert first.read_until("step 1/")
+    owner = first.pid if mesh == "dp=1" else first.rank_pids[0]
     status, out = launchers.train([*flags, "100001"])
-    assert status == 1 and "rank 0" in out and "SnapshotLocked" in out
+    assert status == 3, out
+    assert "ranks: pids" not in out and "Traceback" not in out and len(out.splitlines()) == 1
+    assert f"plait train: --out {tmp_path / 'run'}:" in out and f"is held by process {owner} on host" in out
     os.kill(first.pid, signal.SIGTERM)
     assert first.finish()[0] == 0
 
