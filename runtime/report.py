@@ -87,12 +87,12 @@ class Reporter:
                 left.append((step, handle))
         self.pending = left
 
-    def close(self, step: int, tokens: int, held_out_loss: float | None) -> None:
-        """Ends the file of steps, draws the plot, shows and writes the summary."""
+    def close(self, step: int, tokens: int, held_out_loss: float | None, cut: str | None) -> None:
+        """Ends the file of steps, draws the plot, shows and writes the summary. cut: where the evaluation was."""
         self.history.close(step)
         config = self.plan.config
         flops = flop_per_token(self.plan.model, config.seq)
-        summary: dict[str, Any] = {"step": step, "tokens": tokens, "held_out_loss": held_out_loss}
+        summary: dict[str, Any] = {"step": step, "tokens": tokens, "held_out_loss": held_out_loss, "evaluation": cut}
         summary |= self.meter.summary(time.time(), flops, self.peak, self.plan.world_size)
         losses = self.history.losses
         if losses:
@@ -102,6 +102,8 @@ class Reporter:
             if reason:
                 self.note(f"no plot: {reason}")
         self.rank.emit({"kind": "summary", **summary})
+        if cut:
+            self.note(f"held-out loss: none; {cut}")
         text = json.dumps({"config": as_plain(config), "grid": self.plan.sizes, **summary}, indent=1) + "\n"
         for target in (config.out / "summary.json", config.json):
             if target is not None:

@@ -115,12 +115,13 @@ class Trainer:
                 reporter.begin(self.progress.step, resumed)
             stopping = self._steps()
             self.snapshots.wait()
-        held_out_loss = None if stopping else self.evaluate()
         if reporter:
             reporter.durable(wait=True)
             if stopping:
                 reporter.note(f"stopped at step {self.progress.step} of {config.steps}; it is saved")
-            reporter.close(self.progress.step, self.progress.tokens, held_out_loss)
+        held_out_loss, cut = (None, None) if stopping else self.evaluate()
+        if reporter:
+            reporter.close(self.progress.step, self.progress.tokens, held_out_loss, cut)
 
     def restore(self) -> str | None:
         """Takes up the newest good snapshot or the one that was asked for; says which, None for a fresh start."""
@@ -219,24 +220,37 @@ class Trainer:
         if self.reporter:
             self.reporter.saving(self.progress.step, handle)
 
-    def evaluate(self) -> float:
-        """Mean loss per token of the first held-out batches: the same rows whatever the grid. Collective."""
+    def evaluate(self) -> tuple[float | None, str | None]:
+        """Mean loss per token of the first held-out batches: the same rows whatever the grid. Collective.
+
+        None, and where it was cut, when a rank was asked to stop: the wish rides on the all-reduce of each batch.
+        """
         config, axis = self.plan.config, self.mesh.axis("dp")
+        windows = self.plan.corpus.held_out_windows(config.seq)
+        max_rows = min(EVAL_BATCHES * config.global_batch, len(windows))
+        num_batches = math.ceil(max_rows / config.global_batch)
         batches = held_out_batches(
-            self.plan.corpus.held_out_windows(config.seq),
+            windows,
             global_batch=config.global_batch,
             dp=axis.size,
             coord=axis.coord,
-            max_rows=EVAL_BATCHES * config.global_batch,
+            max_rows=max_rows,
             device=self.mesh.device,
         )
         total, count = 0.0, 0.0
-        for batch in batches:
+        for done, batch in enumerate(batches, start=1):
             inputs = batch.inputs(seed=config.seed, step=self.progress.step, positions=self.positions)
-            result = self.pipeline.evaluate(inputs, batch.targets, batch.num_tokens)
-            total += float(result.loss) * batch.num_tokens
+            result = self.pipeline.evaluate(inputs, batch.targets, batch.num_tokens, metrics="local")
+            message = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+            if self.mesh.axis("tp").coord == 0:
+                message[0] = result.loss
+            message[1] = self.rank.stop.requested
+            loss, stops = collectives.all_reduce(message, self.everyone).tolist()
+            if stops > 0.0 and done < num_batches:
+                return None, f"stopped after {done} of {num_batches} batches"
+            total += loss * batch.num_tokens
             count += batch.num_tokens
-        return total / count
+        return total / count, None
 
 
 def _tied(plan: RunPlan, mesh: Mesh, stages: Mapping[int, LlamaStage]) -> dict[str, Any]:

@@ -126,6 +126,25 @@ def test_a_signal_finishes_the_step_saves_and_exits_0(tmp_path: Path, mesh: str,
         launchers.assert_gone(running.rank_pids)
 
 
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=2,pp=2"])
+def test_a_signal_during_the_evaluation_ends_it_at_a_batch_with_exit_0(tmp_path: Path, mesh: str) -> None:
+    """It was not looked at: the evaluation went on to its end, or to the kill after the stop bound.
+
+    On the grid one rank alone is asked, so that all stop at one batch only if they agree on it.
+    """
+    flags = f"--global-batch 64 --micro-batch 8 --seq 64 --mesh {mesh} --steps 1 --out {tmp_path / 'run'}"
+    running = launchers.start(flags.split())
+    assert running.read_until("snapshot 1 durable")
+    os.kill(running.pid if mesh == "dp=1" else running.rank_pids[1], signal.SIGTERM)
+    status, out = running.finish()
+    assert status == 0, out
+    assert "--- summary" in out and "held-out loss: none; stopped after" in out
+    said = metrics(tmp_path / "run")
+    assert said["held_out_loss"] is None and said["evaluation"].startswith("stopped after") and said["step"] == 1
+    status, out = launchers.train(flags.split())
+    assert status == 0 and "nothing left to train" in out and metrics(tmp_path / "run")["held_out_loss"] > 3.0
+
+
 @pytest.mark.parametrize("mesh", ["dp=1", "dp=2"])
 def test_a_second_run_in_the_same_folder_is_refused_before_a_rank_starts(tmp_path: Path, mesh: str) -> None:
     """Its ranks once started first, and it ended with 1 and a traceback."""
