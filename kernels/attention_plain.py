@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from plait.kernels.launch import compute_dtype
+from plait.kernels.launch import compute_dtype, widened
 from plait.kernels.philox import keep_mask_ref
 
 
@@ -113,14 +113,13 @@ def forward(
     cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out [B, T, H, Kv] in q's dtype, lse [B, H, T])."""
-    dtype = compute_dtype(q.dtype)
     docs = documents(cu_q, cu_k, q.shape[1], k.shape[1])
-    q, k, v, out_dtype = q.to(dtype), k.to(dtype), v.to(dtype), q.dtype
+    q, k, v, out_dtype = widened(q), widened(k), widened(v), q.dtype
     if cu_q is None and _blocked_fits(q, k, v, sinks, docs[0], options):
         out, lse = _blocked_forward(q, k, v, options)
-        return out.to(out_dtype).contiguous(), lse
-    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=dtype, device=q.device)
-    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=dtype, device=q.device)
+        return out.to(out_dtype, memory_format=torch.contiguous_format), lse
+    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype, device=q.device)
+    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=q.dtype, device=q.device)
     for doc in docs:
         rows, cols = doc
         piece = (q[:, rows], k[:, cols], v[:, cols])
@@ -139,7 +138,7 @@ def backward(
     """(dq, dk, dv in q's dtype, dsinks [H] or empty)."""
     dtype, out_dtype = lse.dtype, q.dtype
     docs = documents(cu_q, cu_k, q.shape[1], k.shape[1])
-    q, k, v, out, dout = (x.to(dtype) for x in (q, k, v, out, dout))
+    q, k, v, out, dout = widened(q), widened(k), widened(v), widened(out), widened(dout)
     if cu_q is None and dlse is None and _blocked_fits(q, k, v, sinks, docs[0], options):
         dq, dk, dv = _blocked_backward(dout, q, k, v, out, lse, options)
         return dq.to(out_dtype), dk.to(out_dtype), dv.to(out_dtype), lse.new_empty(0)

@@ -34,16 +34,16 @@ _OPTIONS = (
 )
 
 
-def _forward(q, k, v, sinks, rng, cu_q, cu_k, *options):
-    if use_triton(q):
-        return launch_forward(q, k, v, sinks, rng, cu_q, cu_k, Options(*options))
-    return attention_plain.forward(q, k, v, sinks, rng, cu_q, cu_k, Options(*options))
+def forward(q, k, v, sinks, rng, cu_q, cu_k, *options):
+    """(out, lse) without checks or graph: the kernel itself, for code that has a backward of its own."""
+    run = launch_forward if use_triton(q) else attention_plain.forward
+    return run(q, k, v, sinks, rng, cu_q, cu_k, Options(*options))
 
 
-def _backward(dout, dlse, q, k, v, out, lse, sinks, rng, cu_q, cu_k, *options):
-    if use_triton(q):
-        return launch_backward(dout, dlse, q, k, v, out, lse, sinks, rng, cu_q, cu_k, Options(*options))
-    return attention_plain.backward(dout, dlse, q, k, v, out, lse, sinks, rng, cu_q, cu_k, Options(*options))
+def backward(dout, dlse, q, k, v, out, lse, sinks, rng, cu_q, cu_k, *options):
+    """(dq, dk, dv, dsinks) without checks or graph; dsinks is empty without sinks."""
+    run = launch_backward if use_triton(q) else attention_plain.backward
+    return run(dout, dlse, q, k, v, out, lse, sinks, rng, cu_q, cu_k, Options(*options))
 
 
 class _Attention(torch.autograd.Function):
@@ -79,14 +79,14 @@ def _fake_backward(dout, dlse, q, k, v, out, lse, sinks, *args):
 
 _attention = register(
     f"attention(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
-    _forward,
+    forward,
     _fake_forward,
     _Attention.apply,
 )
 _attention_grad = register(
     "attention_grad(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,"
     f" {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
-    _backward,
+    backward,
     _fake_backward,
 )
 

@@ -20,6 +20,7 @@ from plait.kernels.launch import (
     rows_of,
     triton_dtype,
     use_triton,
+    widened,
 )
 
 
@@ -97,25 +98,30 @@ def backward_launch(dout: torch.Tensor, gate_up: torch.Tensor, grad: torch.Tenso
     )
 
 
-def _forward(gate_up: torch.Tensor) -> torch.Tensor:
+def forward(gate_up: torch.Tensor) -> torch.Tensor:
+    """swiglu without checks or graph: the kernel itself, for code that has a backward of its own."""
     if not use_triton(gate_up):
-        gate, up = gate_up.to(compute_dtype(gate_up.dtype)).chunk(2, dim=-1)
-        return torch.nn.functional.silu(gate).mul_(up).to(gate_up.dtype)
+        gate, up = widened(gate_up).chunk(2, dim=-1)
+        out = torch.nn.functional.silu(gate).mul_(up)
+        return out if out.dtype is gate_up.dtype else out.to(gate_up.dtype)
     out = gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
     if out.numel():
         forward_launch(gate_up, out).run()
     return out
 
 
-def _backward(dout: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+def backward(dout: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+    """The gradient of gate_up, contiguous, without checks or graph."""
     if not use_triton(gate_up):
-        dtype = compute_dtype(gate_up.dtype)
-        gate, up = gate_up.to(dtype).chunk(2, dim=-1)
-        wide = torch.empty_like(gate_up, dtype=dtype, memory_format=torch.contiguous_format)
-        dgate, dup = wide.chunk(2, dim=-1)
-        torch.mul(torch.nn.functional.silu(gate), dout, out=dup)
-        torch.ops.aten.silu_backward.grad_input(dout * up, gate, grad_input=dgate)
-        return wide.to(gate_up.dtype)
+        wide, dout = widened(gate_up), widened(dout)
+        grad = torch.empty_like(wide, memory_format=torch.contiguous_format)
+        (gate, up), (dgate, dup) = wide.chunk(2, dim=-1), grad.chunk(2, dim=-1)
+        sigmoid = torch.sigmoid(gate)  # the one exponential; silu_backward would take another
+        silu = torch.mul(gate, sigmoid)
+        torch.mul(dout, silu, out=dup)
+        torch.lerp(sigmoid, sigmoid.new_ones(()), silu, out=sigmoid)  # sigmoid + silu * (1 - sigmoid)
+        torch.mul(torch.mul(dout, up, out=silu), sigmoid, out=dgate)
+        return grad if grad.dtype is gate_up.dtype else grad.to(gate_up.dtype)
     grad = gate_up.new_empty(gate_up.shape)
     if dout.numel():
         backward_launch(dout, gate_up, grad).run()
@@ -139,13 +145,13 @@ class _SwiGLU(torch.autograd.Function):
 
 _swiglu = register(
     "swiglu(Tensor gate_up) -> Tensor",
-    _forward,
+    forward,
     lambda gate_up: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
     _SwiGLU.apply,
 )
 swiglu_grad_op = register(
     "swiglu_grad(Tensor dout, Tensor gate_up) -> Tensor",
-    _backward,
+    backward,
     lambda dout, gate_up: gate_up.new_empty(gate_up.shape),
 )
 

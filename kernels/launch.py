@@ -58,6 +58,11 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """`x` in its compute dtype; `x` itself, without a call into torch, where it has it."""
+    return x if x.dtype is torch.float32 or x.dtype is torch.float64 else x.to(torch.float32)
+
+
 def triton_dtype(dtype: torch.dtype) -> Any:
     """`compute_dtype` as the constexpr that kernels take."""
     return tl.float64 if dtype is torch.float64 else tl.float32

@@ -80,9 +80,10 @@ def linear_swiglu_ref(x: torch.Tensor, gate_up_weight: torch.Tensor) -> torch.Te
     return swiglu_ref(x.to(dtype) @ gate_up_weight.to(dtype).t()).to(x.dtype)
 
 
-def _linear_kernel(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
+def forward(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
+    """linear without checks or graph: the kernel itself, for code that has a backward of its own."""
     out = _functional.linear(x, weight, bias)
     return out if residual is None else out.add_(residual)
 
@@ -98,7 +99,8 @@ def _linear_act_kernel(
     return out.to(x.dtype), pre
 
 
-def _dgrad_kernel(dout: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def dgrad(dout: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """dout[..., N] @ weight[N, K] without checks or graph: for code that has a backward of its own."""
     return torch.matmul(dout, weight)
 
 
@@ -110,7 +112,8 @@ def _wgrad_kernel(x: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
     return torch.mm(_flat(dout).t(), _flat(x))
 
 
-def _wgrad_into_kernel(x: torch.Tensor, dout: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
+def wgrad_into(x: torch.Tensor, dout: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
+    """`linear_wgrad` into out[N, K], written or added to, without checks or graph."""
     rows, grads = _flat(x), _flat(dout).t()
     if out.dtype == x.dtype:
         torch.addmm(out, grads, rows, beta=1.0 if accumulate else 0.0, out=out)
@@ -234,7 +237,7 @@ def _out_like(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 _linear = register(
     "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual) -> Tensor",
-    _linear_kernel,
+    forward,
     lambda x, weight, bias, residual: _out_like(x, weight),
     _Linear.apply,
 )
@@ -251,7 +254,7 @@ _act_grad = register(
 )
 _dgrad = register(
     "linear_dgrad(Tensor dout, Tensor weight) -> Tensor",
-    _dgrad_kernel,
+    dgrad,
     lambda dout, weight: dout.new_empty((*dout.shape[:-1], weight.shape[1])),
     _Dgrad.apply,
 )
@@ -263,7 +266,7 @@ _wgrad = register(
 )
 _wgrad_into = register(
     "linear_wgrad_(Tensor x, Tensor dout, Tensor(a!) out, bool accumulate) -> ()",
-    _wgrad_into_kernel,
+    wgrad_into,
     lambda x, dout, out, accumulate: None,
 )
 _linear_swiglu = register(

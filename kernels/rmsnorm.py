@@ -22,6 +22,7 @@ from plait.kernels.launch import (
     rows_of,
     triton_dtype,
     use_triton,
+    widened,
 )
 
 
@@ -155,37 +156,40 @@ def _launch_backward(
     return dx, partial.sum(0).to(weight.dtype)
 
 
-def _forward(
+def forward(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, h, rstd); without a residual the second is y again, to be ignored."""
+    """(y, h, rstd) without checks or graph: the kernel itself, for code that has a backward of its own.
+
+    Without a residual h is x.
+    """
     if use_triton(x):
-        return _launch_forward(x, residual, weight, eps)
-    dtype = compute_dtype(x.dtype)
+        y, h, rstd = _launch_forward(x, residual, weight, eps)
+        return y, (x if residual is None else h), rstd
     h = x if residual is None else x + residual
-    wide = h.to(dtype)
+    wide = widened(h)
     # The norm is one pass without a temporary; its square overflows only where the mean of squares does.
-    rstd = torch.linalg.vector_norm(wide, dim=-1).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    y = torch.mul(wide, rstd.unsqueeze(-1)).mul_(weight)
-    return y.to(x.dtype), h, rstd
+    rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    y = torch.mul(wide, rstd).mul_(weight)
+    return (y if y.dtype is x.dtype else y.to(x.dtype)), h, rstd.squeeze(-1)
 
 
-def _backward(
+def backward(
     dy: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, dh: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dx, dweight)."""
+    """(dx, dweight) without checks or graph; dh is the gradient of h by other ways."""
     if use_triton(h):
         return _launch_backward(dy, h, weight, rstd, dh)
-    dtype = compute_dtype(h.dtype)
-    scale, wide_weight = rstd.unsqueeze(-1), weight.to(dtype)
-    normed = h.to(dtype) * scale
-    products = dy.to(dtype) * normed
-    dweight = products.reshape(-1, h.shape[-1]).sum(0)
-    # mean(g * normed) with g = dy * weight is one matrix-vector product of what dweight needs anyway.
-    mean = torch.mv(products.view(-1, h.shape[-1]), wide_weight).view(rstd.shape).div_(h.shape[-1])
-    dx = torch.mul(dy, wide_weight, out=products).addcmul_(normed, mean.unsqueeze(-1), value=-1.0).mul_(scale)
+    wide_dy, wide_weight, scale = widened(dy), widened(weight), rstd.unsqueeze(-1)
+    num_cols = h.shape[-1]
+    # torch's layer norm with means of 0 is one pass, and lacks only rstd * mean(g), g = dy * weight.
+    dx, dweight, _ = torch.ops.aten.native_layer_norm_backward(
+        wide_dy, widened(h), [num_cols], torch.zeros_like(scale), scale, wide_weight, None, [True, True, False]
+    )
+    missing = torch.mv(wide_dy.reshape(-1, num_cols), wide_weight).view(scale.shape).mul_(scale)
+    dx.add_(missing, alpha=1.0 / num_cols)
     if dh is not None:
-        dx = dx.add_(dh)
+        dx.add_(dh)
     return dx.to(h.dtype), dweight.to(weight.dtype)
 
 
@@ -233,19 +237,19 @@ def _rstd_like(x: torch.Tensor) -> torch.Tensor:
 
 _rms_norm = register(
     "rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
-    lambda x, weight, eps: _forward(x, None, weight, eps)[::2],
+    lambda x, weight, eps: forward(x, None, weight, eps)[::2],
     lambda x, weight, eps: (_like(x), _rstd_like(x)),
     _RMSNorm.apply,
 )
 _rms_norm_residual = register(
     "rms_norm_residual(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
-    _forward,
+    forward,
     lambda x, residual, weight, eps: (_like(x), _like(x), _rstd_like(x)),
     _RMSNormResidual.apply,
 )
 _rms_norm_grad = register(
     "rms_norm_grad(Tensor dy, Tensor h, Tensor weight, Tensor rstd, Tensor? dh) -> (Tensor, Tensor)",
-    _backward,
+    backward,
     lambda dy, h, weight, rstd, dh: (_like(h), _like(weight)),
 )
 

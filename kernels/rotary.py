@@ -5,6 +5,8 @@ R = 2 * cos.shape[-1] may be less than the head dim; channels from R on pass thr
 the opposite angle, so that nothing but the tables is saved. q and k in one call. Arithmetic in fp32 (fp64 for fp64).
 """
 
+from typing import NamedTuple
+
 import torch
 
 from plait.kernels.launch import below_autograd, check, check_device, check_floating, compute_dtype, register
@@ -25,40 +27,52 @@ def rope_ref(
     return _rotate_ref(q, cos, sin), _rotate_ref(k, cos, sin)
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x * cos + (second half, first half) * sin, with tables as wide as the rotation; no strided write."""
-    wide = x.to(cos.dtype)
-    rotary = cos.shape[-1]
-    part = wide if rotary == x.shape[-1] else wide[..., :rotary]
+class Tables(NamedTuple):
+    """cos and sin as wide as the rotation, the sign in the sine: (cos, cos), (-sin, sin), (sin, -sin)."""
+
+    cos: torch.Tensor  # [T, 1, R] or [B, T, 1, R], fp32 (fp64)
+    sin: torch.Tensor
+    inverse_sin: torch.Tensor
+
+
+def tables(cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype) -> Tables:
+    """The tables of `rotate_` for tensors of `dtype`, from cos and sin [T, R/2] or [B, T, R/2]."""
+    wide = compute_dtype(dtype)
+    cos, sin = cos.to(wide).unsqueeze(-2), sin.to(wide).unsqueeze(-2)
+    return Tables(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), torch.cat((sin, -sin), -1))
+
+
+def rotate_(x: torch.Tensor, turn: Tables, inverse: bool = False) -> torch.Tensor:
+    """Rotates x[B, T, H, K] in place, for all heads alike, without checks or graph; returns it.
+
+    x * cos + (second half, first half) * sin: no strided half is written.
+    """
+    rotary = turn.cos.shape[-1]
+    part = x if rotary == x.shape[-1] else x[..., :rotary]
     swapped = torch.cat((part[..., rotary // 2 :], part[..., : rotary // 2]), dim=-1)
-    out = torch.mul(part, cos).addcmul_(swapped, sin)
-    if rotary < x.shape[-1]:
-        out = torch.cat((out, wide[..., rotary:]), dim=-1)
-    return out.to(x.dtype)
-
-
-def _tables(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, cos) and (-sin, sin), the signs swapped for the inverse: [T, 1, R] or [B, T, 1, R]."""
-    dtype = compute_dtype(x.dtype)
-    cos, sin = cos.to(dtype).unsqueeze(-2), sin.to(dtype).unsqueeze(-2)
-    signed = (sin, -sin) if inverse else (-sin, sin)
-    return torch.cat((cos, cos), dim=-1), torch.cat(signed, dim=-1)
+    sin = turn.inverse_sin if inverse else turn.sin
+    if x.dtype is turn.cos.dtype:
+        part.mul_(turn.cos).addcmul_(swapped, sin)
+    else:
+        part.copy_(torch.mul(part, turn.cos).addcmul_(swapped, sin))
+    return x
 
 
 def _rope_kernel(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    cos, sin = _tables(q, cos, sin, inverse)
-    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+    turn = tables(cos, sin, q.dtype)
+    copies = (x.clone(memory_format=torch.contiguous_format) for x in (q, k))
+    q, k = (rotate_(x, turn, inverse) for x in copies)
+    return q, k
 
 
 def _rope_inplace_kernel(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool
 ) -> None:
-    for x, y in zip((q, k), _rope_kernel(q, k, cos, sin, inverse), strict=True):
-        x.copy_(y)
+    turn = tables(cos, sin, q.dtype)
+    rotate_(q, turn, inverse)
+    rotate_(k, turn, inverse)
 
 
 class _Rope(torch.autograd.Function):

@@ -12,14 +12,13 @@ tell (`param.on_grad`); a `GradSink` carries when the work is done. Attributes r
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from plait.kernels.launch import below_autograd
-
-# The registered op itself: importing anything of plait.kernels has registered it.
-_add_wgrad = torch.ops.plait.linear_wgrad_.default
+from plait.kernels.matmul import wgrad_into
 
 
 class GradSink:
@@ -35,12 +34,12 @@ class GradSink:
         self.deferring = deferring  # False: B, work runs inside backward; True: I, work waits for W
         self._queues: dict[int, list[Callable[[], None]]] = {}
 
-    def add(self, microbatch: int, work: Callable[[], None]) -> None:
-        """Takes the weight-gradient work of one micro-batch; runs it now unless deferring."""
+    def add(self, microbatch: int, work: Callable[..., None], *args: Any) -> None:
+        """Takes the weight-gradient work of one micro-batch; runs work(*args) now unless deferring."""
         if self.deferring:
-            self._queues.setdefault(microbatch, []).append(work)
+            self._queues.setdefault(microbatch, []).append(partial(work, *args))
         else:
-            work()
+            work(*args)
 
     def run(self, microbatch: int) -> None:
         """Does the queued work of one micro-batch in the order in which it was added (action W), and frees it."""
@@ -102,6 +101,6 @@ def accumulate_linear(param: nn.Parameter, x: Tensor, dout: Tensor) -> None:
     Shapes: x [..., K], dout [..., N], param [..., K] with N rows over its leading dims.
     """
     home = grad_home(param)
-    with below_autograd():
-        _add_wgrad(x, dout, home.view(-1, home.shape[-1]), True)
+    with torch.no_grad():
+        wgrad_into(x, dout, home if home.dim() == 2 else home.view(-1, home.shape[-1]), True)
     notify(param)

@@ -13,13 +13,12 @@ come from the constructor, never from the tensors. On an axis of size 1 the same
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from plait.kernels.launch import below_autograd
+from plait.kernels import matmul
 from plait.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from plait.parallel.gradients import GradSink, accumulate, accumulate_linear
 from plait.parallel.mesh import Axis
@@ -33,12 +32,13 @@ __all__ = [
     "RMSNorm",
     "RowParallelLinear",
     "check_sequence",
+    "column_backward",
+    "column_forward",
     "column_parallel",
+    "row_backward",
+    "row_forward",
     "unit_box",
 ]
-
-# The registered ops themselves: a layer fixes shapes and dtypes once, so that no call has to check its arguments.
-_ops = torch.ops.plait
 
 
 def check_sequence(num_tokens: int, axis: Axis) -> None:
@@ -124,41 +124,58 @@ def column_parallel(x: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor, .
     return _Column.apply(x, layers, *params)
 
 
+def column_forward(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """`column_parallel` for code with a backward of its own: (the gathered x [B, T, in], the outputs), no graph."""
+    lead = layers[0]
+    full = all_gather(x, lead.axis, 1) if lead.sequence_parallel else x
+    return full, tuple([_multiply(full, layer.weight, layer.bias) for layer in layers])
+
+
+def column_backward(
+    x: Tensor,
+    layers: Sequence[ColumnParallelLinear],
+    douts: Sequence[Tensor | None],
+    *,
+    gathered: bool,
+    need_dx: bool = True,
+) -> Tensor | None:
+    """The gradient of `column_forward`'s x [B, T(/tp), in]; weight gradients go to the layers' sinks meanwhile.
+
+    `x` is the gathered input, or with gathered=False the shard, which is gathered once more.
+    """
+    lead, reducing = layers[0], None
+    gather_again = lead.sequence_parallel and not gathered and any(layer.weight.requires_grad for layer in layers)
+    gathering = all_gather(x, lead.axis, 1, async_op=True) if gather_again else None
+    if need_dx:
+        dx = _input_grad(douts, [layer.weight for layer in layers])
+        if lead.sequence_parallel:
+            reducing = reduce_scatter(dx, lead.axis, 1, async_op=True)
+        else:
+            reducing = all_reduce(dx, lead.axis, async_op=True)
+    x = x if gathering is None else gathering.wait()
+    for layer, dout in zip(layers, douts, strict=True):
+        if dout is not None:
+            _add_weight_grads(layer, x, dout)
+    return None if reducing is None else reducing.wait()
+
+
 class _Column(torch.autograd.Function):
-    """Saves the input that the weight gradients need (gathered, or the shard) and the weights."""
+    """Saves the input that the weight gradients need (gathered, or the shard)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layers: tuple[ColumnParallelLinear, ...], *params: Any) -> Any:
-        lead = layers[0]
-        full = all_gather(x, lead.axis, 1) if lead.sequence_parallel else x
+        full, outs = column_forward(x, layers)
         ctx.layers = layers
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(full if lead.keep_gathered else x, *params[0::2])
-        with below_autograd():
-            return tuple(
-                _ops.linear(full, _matrix(weight), None if bias is None else bias.view(-1), None)
-                for weight, bias in zip(params[0::2], params[1::2], strict=True)
-            )
+        ctx.save_for_backward(full if layers[0].keep_gathered else x)
+        return outs
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor | None) -> Any:
-        x, *weights = ctx.saved_tensors
-        layers, lead = ctx.layers, ctx.layers[0]
-        none = (None,) * (1 + 2 * len(layers))
-        gather_again = lead.sequence_parallel and not lead.keep_gathered and any(ctx.needs_input_grad[2:])
-        gathering = all_gather(x, lead.axis, 1, async_op=True) if gather_again else None
-        reducing = None
-        if ctx.needs_input_grad[0]:
-            dx = _input_grad(douts, weights)
-            if lead.sequence_parallel:
-                reducing = reduce_scatter(dx, lead.axis, 1, async_op=True)
-            else:
-                reducing = all_reduce(dx, lead.axis, async_op=True)
-        x = x if gathering is None else gathering.wait()
-        for layer, dout in zip(layers, douts, strict=True):
-            if dout is not None:
-                _add_weight_grads(layer, x, dout)
-        return (None if reducing is None else reducing.wait(), *none)
+        (x,) = ctx.saved_tensors
+        layers = ctx.layers
+        dx = column_backward(x, layers, douts, gathered=layers[0].keep_gathered, need_dx=ctx.needs_input_grad[0])
+        return dx, *(None,) * (1 + 2 * len(layers))
 
 
 class RowParallelLinear(nn.Module):
@@ -196,30 +213,42 @@ class RowParallelLinear(nn.Module):
         _reset(self, seed, std, name)
 
 
+def row_forward(x: Tensor, layer: RowParallelLinear) -> Tensor:
+    """`layer(x)` for code with a backward of its own: [B, T, in_local] -> a new [B, T(/tp), out], no graph."""
+    partial_sum = matmul.forward(x, layer.weight)
+    if layer.sequence_parallel:
+        out = reduce_scatter(partial_sum, layer.axis, 1)
+    else:
+        out = all_reduce(partial_sum, layer.axis)
+    return out if layer.bias is None else out.add_(layer.bias)
+
+
+def row_backward(x: Tensor, layer: RowParallelLinear, dout: Tensor, *, need_dx: bool = True) -> Tensor | None:
+    """The gradient of `row_forward`'s x (None unless needed); the weight gradient goes to the layer's sink."""
+    if layer.sequence_parallel:
+        dout = all_gather(dout, layer.axis, 1)
+    dx = _input_grad((dout,), (layer.weight,)) if need_dx else None
+    _add_weight_grads(layer, x, dout)
+    return dx
+
+
 class _Row(torch.autograd.Function):
-    """Saves the input shard and the weight."""
+    """Saves the input shard."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: RowParallelLinear, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, layer: RowParallelLinear, *params: Any) -> Tensor:
         ctx.layer = layer
-        ctx.save_for_backward(x, weight)
-        with below_autograd():
-            partial_sum = _ops.linear(x, weight, None, None)
-        if layer.sequence_parallel:
-            out = reduce_scatter(partial_sum, layer.axis, 1)
-        else:
-            out = all_reduce(partial_sum, layer.axis)
-        return out if bias is None else out.add_(bias)
+        ctx.save_for_backward(x)
+        return row_forward(x, layer)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        layer = ctx.layer
-        if layer.sequence_parallel:
-            dout = all_gather(dout, layer.axis, 1)
-        dx = _input_grad((dout,), (weight,)) if ctx.needs_input_grad[0] else None
-        _add_weight_grads(layer, x, dout)
-        return dx, None, None, None
+        (x,) = ctx.saved_tensors
+        return row_backward(x, ctx.layer, dout, need_dx=ctx.needs_input_grad[0]), None, None, None
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return matmul.forward(x, _matrix(weight), None if bias is None else bias.view(-1))
 
 
 def _matrix(weight: Tensor) -> Tensor:
@@ -230,22 +259,21 @@ def _matrix(weight: Tensor) -> Tensor:
 def _input_grad(douts: Sequence[Tensor | None], weights: Sequence[Tensor]) -> Tensor:
     """The sum of the layers' input gradients; an output that nobody used has none."""
     total = None
-    with below_autograd():
-        for dout, weight in zip(douts, weights, strict=True):
-            if dout is not None:
-                part = _ops.linear_dgrad(dout, _matrix(weight))
-                total = part if total is None else total.add_(part)
+    for dout, weight in zip(douts, weights, strict=True):
+        if dout is not None:
+            part = matmul.dgrad(dout, _matrix(weight))
+            total = part if total is None else total.add_(part)
     assert total is not None, "autograd calls backward only with at least one gradient"
     return total
 
 
 def _add_weight_grads(layer: ColumnParallelLinear | RowParallelLinear, x: Tensor, dout: Tensor) -> None:
     """Gives the layer's sink the gradients of weight and bias for the micro-batch whose backward runs."""
-    sink = layer.weight_grads
-    if layer.weight.requires_grad:
-        sink.add(sink.microbatch, partial(accumulate_linear, layer.weight, x, dout))
-    if layer.bias is not None and layer.bias.requires_grad:
-        sink.add(sink.microbatch, partial(_accumulate_bias, layer.bias, dout))
+    sink, weight, bias = layer.weight_grads, layer.weight, layer.bias
+    if weight.requires_grad:
+        sink.add(sink.microbatch, accumulate_linear, weight, x, dout)
+    if bias is not None and bias.requires_grad:
+        sink.add(sink.microbatch, _accumulate_bias, bias, dout)
 
 
 def _accumulate_bias(bias: nn.Parameter, dout: Tensor) -> None:

@@ -12,16 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from plait.kernels import dropout, rms_norm
-from plait.kernels.launch import below_autograd
+from plait.kernels import dropout, rms_norm, rmsnorm
 from plait.parallel.gradients import accumulate
 from plait.parallel.mesh import Axis
 from plait.parallel.placement import Placement, placed
 from plait.parallel.random import rng_key
 from plait.parallel.recompute import mark_replayable
-
-# The registered ops themselves: a layer fixes shapes and dtypes once, so that no call has to check its arguments.
-_ops = torch.ops.plait
 
 
 def replicas_of(axis: Axis) -> tuple[int, ...]:
@@ -72,36 +68,48 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
 
+def norm_forward(layer: RMSNorm, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """For code with a backward of its own: (norm(h), h = x (+ residual), rstd of h [...]), no graph."""
+    return rmsnorm.forward(x, residual, layer.weight, layer.eps)
+
+
+def norm_backward(layer: RMSNorm, h: Tensor, rstd: Tensor, dy: Tensor, dh: Tensor | None = None) -> Tensor:
+    """The gradient of `norm_forward`'s x and of its residual, with dh the gradient of h by other ways.
+
+    The weight gradient comes with it and is added at once.
+    """
+    weight = layer.weight
+    dx, dweight = rmsnorm.backward(dy, h, weight, rstd, dh)
+    if weight.requires_grad:
+        accumulate(weight, dweight)
+    return dx
+
+
 class _Norm(torch.autograd.Function):
-    """Saves x and the weight (the caller's) and rstd; the weight gradient comes with dx and is added at once."""
+    """Saves x (the caller's) and rstd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: RMSNorm, weight: Tensor) -> Tensor:
-        with below_autograd():
-            y, rstd = _ops.rms_norm(x, weight, layer.eps)
+        y, _, rstd = norm_forward(layer, x)
         ctx.layer = layer
-        ctx.save_for_backward(x, weight, rstd)
+        ctx.save_for_backward(x, rstd)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        with below_autograd():
-            dx, dweight = _ops.rms_norm_grad(dy, *ctx.saved_tensors, None)
-        if ctx.needs_input_grad[2]:
-            accumulate(ctx.layer.weight, dweight)
-        return dx, None, None
+        x, rstd = ctx.saved_tensors
+        return norm_backward(ctx.layer, x, rstd, dy), None, None
 
 
 class _NormOfSum(torch.autograd.Function):
-    """Saves the sum (the caller's), the weight and rstd; x and residual have one gradient, a single tensor."""
+    """Saves the sum (the caller's) and rstd; x and residual have one gradient, a single tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor, layer: RMSNorm, weight: Tensor) -> tuple[Tensor, Tensor]:
-        with below_autograd():
-            y, total, rstd = _ops.rms_norm_residual(x, residual, weight, layer.eps)
+        y, total, rstd = norm_forward(layer, x, residual)
         ctx.layer = layer
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(total, weight, rstd)
+        ctx.save_for_backward(total, rstd)
         return y, total
 
     @staticmethod
@@ -110,10 +118,8 @@ class _NormOfSum(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, None, None]:
         if dy is None:  # nobody used the norm
             return dtotal, dtotal, None, None
-        with below_autograd():
-            dx, dweight = _ops.rms_norm_grad(dy, *ctx.saved_tensors, dtotal)
-        if ctx.needs_input_grad[3]:
-            accumulate(ctx.layer.weight, dweight)
+        total, rstd = ctx.saved_tensors
+        dx = norm_backward(ctx.layer, total, rstd, dy, dtotal)
         return dx, dx, None, None
 
 

@@ -16,13 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait import kernels
+from plait.kernels import flash, gated, rotary
+from plait.kernels.launch import below_autograd
 from plait.model_config import ModelConfig
-from plait.parallel.layers import ColumnParallelLinear, RowParallelLinear, column_parallel
+from plait.parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    column_backward,
+    column_forward,
+    row_backward,
+    row_forward,
+)
 from plait.parallel.mesh import Axis
 from plait.parallel.random import rng_key
-from plait.parallel.recompute import POLICIES, Policy, replayable
-from plait.parallel.token_layers import Dropout, RMSNorm
+from plait.parallel.recompute import POLICIES, Policy
+from plait.parallel.token_layers import Dropout, RMSNorm, norm_backward, norm_forward
 
 INIT_STD = 0.02  # GPT-2's; the layers that write to the residual stream draw with INIT_STD / sqrt(2 num_layers)
 # Sites of random numbers in a layer.
@@ -54,10 +62,9 @@ class Options:
 
 @dataclass(frozen=True)
 class Place:
-    """What a micro-batch tells the blocks: rotary tables [T, K/2], and where its rows stand in the run."""
+    """What a micro-batch tells the blocks: rotary tables, and where its rows stand in the run."""
 
-    cos: Tensor
-    sin: Tensor
+    turn: rotary.Tables
     seed: int
     step: int
     sample_offset: int  # global sample index of its first row
@@ -75,48 +82,68 @@ class Attention(nn.Module):
         shared: dict[str, Any] = dict(
             sequence_parallel=options.sequence_parallel, dtype=options.dtype, device=options.device
         )
-        column = dict(shared, keep_gathered=not options.selective)
-        self.q = ColumnParallelLinear(dim, width, axis, units=config.num_heads, **column)
+        self.q = ColumnParallelLinear(dim, width, axis, units=config.num_heads, **shared)
         kv_width = config.num_kv_heads * config.head_dim
-        self.kv = ColumnParallelLinear(dim, (2, kv_width), axis, units=config.num_kv_heads, **column)
+        self.kv = ColumnParallelLinear(dim, (2, kv_width), axis, units=config.num_kv_heads, **shared)
         self.out = RowParallelLinear(width, dim, axis, **shared)
 
-    def forward(self, x: Tensor, place: Place) -> Tensor:
-        """x [B, T(/tp), D] -> the same shape."""
-        q, kv = column_parallel(x, self.q, self.kv)
-        q = q.unflatten(-1, (self.num_heads, self.head_dim))
-        k, v = kv.unflatten(-1, (2, -1, self.head_dim)).unbind(2)
-        q, k = kernels.rope(q, k, place.cos, place.sin)
-        dropout: dict[str, Any] = {}
-        if self.training and self.dropout:
-            dropout = dict(
-                dropout_p=self.dropout,
-                rng=rng_key(place.seed, place.step, self.index, _ATTENTION, device=x.device),
-                head_offset=self.head_offset,
-                sample_offset=place.sample_offset,
-            )
-        mixed: Any = kernels.attention(q, k, v, **dropout)
-        return self.out(mixed.flatten(2))
+    def run(self, y: Tensor, place: Place) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """y [B, T(/tp), D] -> (the same shape, what `grad` needs: gathered y, q, kv, output of the heads, lse)."""
+        full, (q, kv) = column_forward(y, (self.q, self.kv))
+        q = q.view(*q.shape[:2], self.num_heads, self.head_dim)
+        kv = kv.view(*q.shape[:2], 2, -1, self.head_dim)
+        k, v = kv.unbind(2)
+        rotary.rotate_(q, place.turn)
+        rotary.rotate_(k, place.turn)  # in place: kv then holds what backward reads
+        mixed, lse = flash.forward(q, k, v, *self._options(place))
+        return row_forward(mixed.flatten(2), self.out), (full, q, kv, mixed, lse)
+
+    def grad(self, dout: Tensor, place: Place, y: Tensor, gathered: bool, *kept: Tensor) -> Tensor:
+        """The gradient of `run`'s y; `y` is what came in, gathered or not, `kept` the rest of what `run` gave."""
+        q, kv, mixed, lse = kept
+        k, v = kv.unbind(2)
+        dmixed = row_backward(mixed.flatten(2), self.out, dout)
+        assert dmixed is not None
+        dq, dk, dv, _ = flash.backward(dmixed.view_as(mixed), None, q, k, v, mixed, lse, *self._options(place))
+        rotary.rotate_(dq, place.turn, inverse=True)
+        dkv = torch.stack((rotary.rotate_(dk, place.turn, inverse=True), dv), 2)
+        dy = column_backward(y, (self.q, self.kv), (dq.flatten(2), dkv.flatten(2)), gathered=gathered)
+        assert dy is not None
+        return dy
+
+    def _options(self, place: Place) -> tuple[Any, ...]:
+        """The attention op's arguments behind q, k, v."""
+        dropout = self.dropout if self.training else 0.0
+        device = place.turn.cos.device
+        rng = rng_key(place.seed, place.step, self.index, _ATTENTION, device=device) if dropout else None
+        scale = self.head_dim**-0.5
+        return None, rng, None, None, True, scale, 0, 0.0, dropout, self.head_offset, place.sample_offset
 
 
 class FeedForward(nn.Module):
-    """down(silu(gate(x)) * up(x)) with the ffn split over the axis."""
+    """down(silu(gate(y)) * up(y)) with the ffn split over the axis."""
 
     def __init__(self, config: ModelConfig, axis: Axis, options: Options) -> None:
         super().__init__()
         shared: dict[str, Any] = dict(
             sequence_parallel=options.sequence_parallel, dtype=options.dtype, device=options.device
         )
-        self.selective = options.selective
-        self.gate_up = ColumnParallelLinear(
-            config.dim, (2, config.ffn_dim), axis, keep_gathered=not options.selective, **shared
-        )
+        self.gate_up = ColumnParallelLinear(config.dim, (2, config.ffn_dim), axis, **shared)
         self.down = RowParallelLinear(config.ffn_dim, config.dim, axis, **shared)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, T(/tp), D] -> the same shape."""
-        gate_up = self.gate_up(x)
-        return self.down(replayable(kernels.swiglu, gate_up) if self.selective else kernels.swiglu(gate_up))
+    def run(self, y: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """y [B, T(/tp), D] -> (the same shape, what `grad` needs: gathered y, gate_up, hidden)."""
+        full, (gate_up,) = column_forward(y, (self.gate_up,))
+        hidden = gated.forward(gate_up)
+        return row_forward(hidden, self.down), (full, gate_up, hidden)
+
+    def grad(self, dout: Tensor, y: Tensor, gathered: bool, gate_up: Tensor, hidden: Tensor | None) -> Tensor:
+        """The gradient of `run`'s y, gathered or not; without `hidden` it is made again."""
+        dhidden = row_backward(gated.forward(gate_up) if hidden is None else hidden, self.down, dout)
+        assert dhidden is not None
+        dy = column_backward(y, (self.gate_up,), (gated.backward(dhidden, gate_up),), gathered=gathered)
+        assert dy is not None
+        return dy
 
 
 class Block(nn.Module):
@@ -130,6 +157,7 @@ class Block(nn.Module):
             dtype=options.dtype,
             device=options.device,
         )
+        self.selective = options.selective
         self.attention_norm = RMSNorm(config.dim, axis, **norm)
         self.attention = Attention(config, index, axis, options)
         self.ffn_norm = RMSNorm(config.dim, axis, **norm)
@@ -147,11 +175,12 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, place: Place) -> Tensor:
         """x [B, T(/tp), D] -> the same shape."""
-        mixed = self._drop(0, self.attention(self.attention_norm(x), place), place)
-        y, x = self.ffn_norm.add_and_norm(mixed, x)
-        return x + self._drop(1, self.ffn(y), place)
+        # Without weights among the arguments nothing would lead autograd here from an input that needs no gradient.
+        anchors = () if x.requires_grad else tuple(self.parameters())
+        return _Block.apply(x, self, place, *anchors)
 
-    def _drop(self, which: int, x: Tensor, place: Place) -> Tensor:
+    def drop(self, which: int, x: Tensor, place: Place) -> Tensor:
+        """The dropout behind attention (0) or ffn (1); also its own gradient."""
         dropout = self.dropouts[which]
         if not (self.training and dropout.p):
             return x
@@ -170,6 +199,43 @@ class Block(nn.Module):
             ("ffn.down", self.ffn.down, narrow),
         ):
             layer.reset_parameters(seed, std, prefix + name)
+
+
+class _Block(torch.autograd.Function):
+    """The whole block as one node of the graph: a Python function of its own per op costs more than a small op.
+
+    Saves per token x, the first sum and both gathered norms [D], q, kv, the heads' output, gate_up, hidden, and three
+    statistics. Selective recompute drops the norms and hidden, which are cheap to make again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: Block, place: Place, *anchors: Tensor) -> Tensor:
+        with below_autograd():
+            y, _, rstd = norm_forward(block.attention_norm, x)
+            mixed, (full, *kept) = block.attention.run(y, place)
+            y, h, h_rstd = norm_forward(block.ffn_norm, block.drop(0, mixed, place), x)
+            out, (h_full, gate_up, hidden) = block.ffn.run(y)
+            out = block.drop(1, out, place).add_(h)
+        ctx.block, ctx.place = block, place
+        cheap = (None, None, None) if block.selective else (full, h_full, hidden)
+        ctx.save_for_backward(x, rstd, h, h_rstd, gate_up, *cheap, *kept)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        block, place = ctx.block, ctx.place
+        x, rstd, h, h_rstd, gate_up, full, h_full, hidden, *kept = ctx.saved_tensors
+        gathered = full is not None
+        with below_autograd():
+            if not gathered:
+                h_full = norm_forward(block.ffn_norm, h)[0]
+            dy = block.ffn.grad(block.drop(1, dout, place), h_full, gathered, gate_up, hidden)
+            dh = norm_backward(block.ffn_norm, h, h_rstd, dy, dout)
+            if not gathered:
+                full = norm_forward(block.attention_norm, x)[0]
+            dy = block.attention.grad(block.drop(0, dh, place), place, full, gathered, *kept)
+            dx = norm_backward(block.attention_norm, x, rstd, dy, dh)
+        return dx, *(None,) * (2 + len(ctx.needs_input_grad[3:]))
 
 
 def rotary_tables(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.block import INIT_STD, Block, Options, Place, rotary_tables
+from plait.kernels.rotary import Tables, tables
 from plait.model_config import ModelConfig, parameter_shapes
 from plait.parallel.collectives import broadcast
 from plait.parallel.mesh import Axis, Mesh
@@ -73,7 +74,7 @@ class LlamaStage(nn.Module):
             if config.tied and not self.first:
                 self.embed = _named_weight(head.weight)  # registered before the head: the name that both ends share
             self.head = head
-        self._tables: tuple[Tensor, Tensor, Tensor] | None = None  # positions, cos, sin of the last micro-batch
+        self._turn: tuple[Tensor, Tables] | None = None  # positions of the last micro-batch and their tables
 
     def forward(self, x: tuple[Tensor, ...], inputs: Mapping[str, Any]) -> tuple[Any, ...]:
         """Runs one micro-batch.
@@ -105,10 +106,11 @@ class LlamaStage(nn.Module):
 
     def _place(self, inputs: Mapping[str, Any]) -> Place:
         positions = inputs["shared_positions"]
-        if self._tables is None or self._tables[0] is not positions:
-            self._tables = (positions, *rotary_tables(self.config, positions, self.options.dtype))
+        if self._turn is None or self._turn[0] is not positions:
+            cos, sin = rotary_tables(self.config, positions, self.options.dtype)
+            self._turn = (positions, tables(cos, sin, self.options.dtype))
         first = inputs["sample_offset"] + inputs.get("microbatch", 0) * inputs["tokens"].shape[0]
-        return Place(*self._tables[1:], inputs["seed"], inputs["step"], first)
+        return Place(self._turn[1], inputs["seed"], inputs["step"], first)
 
     def input_specs(self, inputs: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
         """What this stage receives for a micro-batch with these inputs."""

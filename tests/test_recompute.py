@@ -247,7 +247,8 @@ def test_backward_twice_over_a_kept_graph_still_works():
         y.backward(retain_graph=True)
         once = (x.grad.clone(), row.weight.grad.clone())
         y.backward()
-        assert torch.equal(x.grad, 2 * once[0]) and torch.equal(row.weight.grad, 2 * once[1])
+        assert torch.equal(x.grad, 2 * once[0])
+        torch.testing.assert_close(row.weight.grad, 2 * once[1])  # added product by product: not the same roundings
 
 
 def test_a_norm_of_a_sum_is_made_again_from_the_sum():
