@@ -113,17 +113,17 @@ def forward(
     cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out [B, T, H, Kv] in q's dtype, lse [B, H, T])."""
-    docs = documents(cu_q, cu_k, q.shape[1], k.shape[1])
     q, k, v, out_dtype = widened(q), widened(k), widened(v), q.dtype
-    if cu_q is None and _blocked_fits(q, k, v, sinks, docs[0], options):
+    if cu_q is None and _blocked_fits(q, k, v, sinks, options):
         out, lse = _blocked_forward(q, k, v, options)
         return out.to(out_dtype, memory_format=torch.contiguous_format), lse
+    docs = documents(cu_q, cu_k, q.shape[1], k.shape[1])
     out = torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype, device=q.device)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=q.dtype, device=q.device)
     for doc in docs:
         rows, cols = doc
         piece = (q[:, rows], k[:, cols], v[:, cols])
-        if _blocked_fits(*piece, sinks, doc, options):
+        if _blocked_fits(*piece, sinks, options):
             out[:, rows], lse[:, :, rows] = _blocked_forward(*piece, options)
         else:
             out[:, rows], lse[:, :, rows] = _dense_forward(*piece, sinks, rng, doc, options)
@@ -137,11 +137,11 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dq, dk, dv in q's dtype, dsinks [H] or empty)."""
     dtype, out_dtype = lse.dtype, q.dtype
-    docs = documents(cu_q, cu_k, q.shape[1], k.shape[1])
     q, k, v, out, dout = widened(q), widened(k), widened(v), widened(out), widened(dout)
-    if cu_q is None and dlse is None and _blocked_fits(q, k, v, sinks, docs[0], options):
+    if cu_q is None and dlse is None and _blocked_fits(q, k, v, sinks, options):
         dq, dk, dv = _blocked_backward(dout, q, k, v, out, lse, options)
         return dq.to(out_dtype), dk.to(out_dtype), dv.to(out_dtype), lse.new_empty(0)
+    docs = documents(cu_q, cu_k, q.shape[1], k.shape[1])
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     delta = torch.linalg.vecdot(dout, out).transpose(1, 2)  # [B, H, T]
     if dlse is not None:
@@ -149,7 +149,7 @@ def backward(
     for doc in docs:
         rows, cols = doc
         piece = (q[:, rows], k[:, cols], v[:, cols])
-        if dlse is None and _blocked_fits(*piece, sinks, doc, options):
+        if dlse is None and _blocked_fits(*piece, sinks, options):
             grads = _blocked_backward(dout[:, rows], *piece, out[:, rows], lse[:, :, rows], options)
         else:
             grads = _dense_backward(dout[:, rows], *piece, lse[:, :, rows], delta[:, :, rows], rng, doc, options)
@@ -167,7 +167,7 @@ def sink_gradient(sinks: torch.Tensor | None, lse: torch.Tensor, delta: torch.Te
 
 
 def _blocked_fits(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, doc: Document, options: Options
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, options: Options
 ) -> bool:
     """Whether torch's blocked CPU kernel computes this case."""
     plain = not (options.window or options.softcap or options.dropout_p) and sinks is None and not q.is_cuda

@@ -70,15 +70,17 @@ def _local_target(target: torch.Tensor, vocab_start: int, num_local: int) -> tup
     return local.masked_fill(~inside, 0), inside
 
 
-def _stats_of(s: torch.Tensor, target: torch.Tensor, vocab_start: int) -> tuple[torch.Tensor, ...]:
-    """(max, sum of exp(s - max), target's s or 0, sum of s) of rows s[n, V_local]; s is consumed."""
+def _stats_of(s: torch.Tensor, target: torch.Tensor, vocab_start: int, out: torch.Tensor) -> torch.Tensor:
+    """Gives out [4, n], now (max, sum of exp(s - max), target's s or 0, sum of s) of rows s[n, V_local], consumed."""
+    top, sum_exp, hit, total = out.unbind(0)
     column, inside = _local_target(target, vocab_start, s.shape[1])
-    hit = s.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill_(~inside, 0.0)
-    total = s.sum(1)
-    top = s.amax(1)
-    # A row of -inf only: exp(-inf - 0) = 0 where -inf - -inf would be NaN.
-    s.sub_(torch.where(torch.isneginf(top), 0.0, top).unsqueeze(1)).exp_()
-    return top, s.sum(1), hit, total
+    hit.copy_(s.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill_(~inside, 0.0))
+    torch.sum(s, 1, out=total)
+    torch.amax(s, 1, out=top)
+    # A row of -inf only: exp(-inf - lowest) = 0 where -inf - -inf would be NaN.
+    s.sub_(top.clamp(min=torch.finfo(s.dtype).min).unsqueeze(1)).exp_()
+    torch.sum(s, 1, out=sum_exp)
+    return out
 
 
 def _grad_of(
@@ -113,24 +115,23 @@ def _logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.mm(x.to(dtype), weight.to(dtype).t())
 
 
-def _stats_kernel(
+def head_stats(
     x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, vocab_start: int, softcap: float
 ) -> torch.Tensor:
-    """[4, N]: max, sum_exp, target logit, logit sum."""
+    """`linear_cross_entropy_stats` without checks: for code that has a backward of its own."""
     stats = torch.empty(4, x.shape[0], dtype=compute_dtype(x.dtype), device=x.device)
     for rows in _chunks(x.shape[0], weight.shape[0]):
         s = _capped(_logits(x[rows], weight), softcap)
-        for row, value in zip(stats[:, rows], _stats_of(s, target[rows], vocab_start), strict=True):
-            row.copy_(value)
+        _stats_of(s, target[rows], vocab_start, stats[:, rows])
     return stats
 
 
-def _grad_kernel(
+def head_grad(
     x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, dloss: torch.Tensor,
     dweight: torch.Tensor | None, vocab_start: int, num_classes: int, label_smoothing: float, z_loss: float,
     softcap: float, need_dx: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """dx (empty without need_dx); adds into dweight in its own dtype."""
+    """dx (empty without need_dx), without checks or graph; adds into dweight in its own dtype."""
     dx = torch.empty_like(x) if need_dx else x.new_empty(0)
     for rows in _chunks(x.shape[0], weight.shape[0]):
         s = _capped(_logits(x[rows], weight), softcap)
@@ -152,7 +153,7 @@ def _grad_kernel(
 def _ce_kernel(logits: torch.Tensor, target: torch.Tensor, softcap: float) -> torch.Tensor:
     """[4, N]: max, sum_exp, target logit, logit sum of given logits [N, V]."""
     wide = logits.to(compute_dtype(logits.dtype), copy=True)
-    return torch.stack(_stats_of(_capped(wide, softcap), target, 0))
+    return _stats_of(_capped(wide, softcap), target, 0, _stats_like(wide))
 
 
 def _ce_grad_kernel(
@@ -170,14 +171,14 @@ def _stats_like(x: torch.Tensor) -> torch.Tensor:
 
 _stats = register(
     "linear_cross_entropy_stats(Tensor x, Tensor weight, Tensor target, int vocab_start, float softcap) -> Tensor",
-    _stats_kernel,
+    head_stats,
     lambda x, weight, target, vocab_start, softcap: _stats_like(x),
 )
 _grad = register(
     "linear_cross_entropy_grad(Tensor x, Tensor weight, Tensor target, Tensor lse, Tensor dloss,"
     " Tensor(a!)? dweight, int vocab_start, int num_classes, float label_smoothing, float z_loss, float softcap,"
     " bool need_dx) -> Tensor",
-    _grad_kernel,
+    head_grad,
     lambda x, *args: x.new_empty(x.shape if args[-1] else (0,)),
 )
 _ce_stats = register(

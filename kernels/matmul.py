@@ -88,6 +88,14 @@ def forward(
     return out if residual is None else out.add_(residual)
 
 
+def forward_into(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """x[M, K] @ weight[N, K]^T + bias into out[M, N], whose rows may lie apart; without checks or graph."""
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
 def _linear_act_kernel(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, activation: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

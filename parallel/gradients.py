@@ -45,8 +45,9 @@ class GradSink:
         """Does the queued work of one micro-batch in the order in which it was added (action W), and frees it."""
         queue = self._queues.pop(microbatch, [])
         queue.reverse()
-        while queue:  # popped one by one, so that the tensors of each are freed before the next runs
-            queue.pop()()
+        with torch.no_grad():  # as inside backward, where work that is not deferred runs
+            while queue:  # popped one by one, so that the tensors of each are freed before the next runs
+                queue.pop()()
 
     @property
     def pending(self) -> int:
@@ -88,10 +89,9 @@ def grad_home(param: nn.Parameter) -> Tensor:
 
 
 def accumulate(param: nn.Parameter, grad: Tensor) -> None:
-    """Adds a gradient with the parameter's elements to where it lives, in the home's dtype, and notifies."""
-    with torch.no_grad():
-        home = grad_home(param)
-        home.add_(grad.reshape(home.shape))
+    """Adds a contiguous gradient of the parameter's elements to where it lives, in the home's dtype; notifies."""
+    home = grad_home(param)
+    home.add_(grad if grad.shape == home.shape else grad.view(home.shape))
     notify(param)
 
 
@@ -101,6 +101,5 @@ def accumulate_linear(param: nn.Parameter, x: Tensor, dout: Tensor) -> None:
     Shapes: x [..., K], dout [..., N], param [..., K] with N rows over its leading dims.
     """
     home = grad_home(param)
-    with torch.no_grad():
-        wgrad_into(x, dout, home if home.dim() == 2 else home.view(-1, home.shape[-1]), True)
+    wgrad_into(x, dout, home if home.dim() == 2 else home.view(-1, home.shape[-1]), True)
     notify(param)

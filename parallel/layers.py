@@ -119,43 +119,57 @@ class ColumnParallelLinear(nn.Module):
 
 
 def column_parallel(x: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor, ...]:
-    """Applies several column layers to one input: x is gathered once and its gradient is summed and reduced once."""
-    params = [p for layer in layers for p in (layer.weight, layer.bias)]
-    return _Column.apply(x, layers, *params)
+    """Applies several column layers to one input: x is gathered once and its gradient is summed and reduced once.
+
+    The outputs lie side by side in one tensor: they are views of its last dim.
+    """
+    out = _Column.apply(x, layers, *(p for layer in layers for p in (layer.weight, layer.bias)))
+    return (out,) if len(layers) == 1 else out.split(_widths(layers), -1)
 
 
-def column_forward(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """`column_parallel` for code with a backward of its own: (the gathered x [B, T, in], the outputs), no graph."""
+def column_forward(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, Tensor]:
+    """`column_parallel` for code with a backward of its own, without a graph.
+
+    Returns the gathered x [B, T, in] and the outputs side by side [B, T, sum of out_local].
+    """
     lead = layers[0]
     full = all_gather(x, lead.axis, 1) if lead.sequence_parallel else x
-    return full, tuple([_multiply(full, layer.weight, layer.bias) for layer in layers])
+    if len(layers) == 1:
+        return full, matmul.forward(full, _matrix(lead.weight), _vector(lead.bias))
+    widths = _widths(layers)
+    out = full.new_empty((*full.shape[:-1], sum(widths)))
+    rows = full.reshape(-1, full.shape[-1])
+    for layer, part in zip(layers, out.view(-1, sum(widths)).split(widths, 1), strict=True):
+        matmul.forward_into(rows, _matrix(layer.weight), _vector(layer.bias), part)
+    return full, out
 
 
 def column_backward(
-    x: Tensor,
-    layers: Sequence[ColumnParallelLinear],
-    douts: Sequence[Tensor | None],
-    *,
-    gathered: bool,
-    need_dx: bool = True,
+    x: Tensor, layers: Sequence[ColumnParallelLinear], dout: Tensor, *, gathered: bool, need_dx: bool = True
 ) -> Tensor | None:
     """The gradient of `column_forward`'s x [B, T(/tp), in]; weight gradients go to the layers' sinks meanwhile.
 
-    `x` is the gathered input, or with gathered=False the shard, which is gathered once more.
+    `x` is the gathered input, or with gathered=False the shard, which is gathered once more; `dout` is the gradient
+    of the outputs side by side.
     """
     lead, reducing = layers[0], None
     gather_again = lead.sequence_parallel and not gathered and any(layer.weight.requires_grad for layer in layers)
     gathering = all_gather(x, lead.axis, 1, async_op=True) if gather_again else None
+    rows = dout.reshape(-1, dout.shape[-1])
+    parts = (rows,) if len(layers) == 1 else rows.split(_widths(layers), 1)
     if need_dx:
-        dx = _input_grad(douts, [layer.weight for layer in layers])
+        dx = matmul.dgrad(parts[0], _matrix(lead.weight))
+        for layer, part in zip(layers[1:], parts[1:], strict=True):
+            dx.addmm_(part, _matrix(layer.weight))
+        dx = dx.view(*dout.shape[:-1], -1)
         if lead.sequence_parallel:
             reducing = reduce_scatter(dx, lead.axis, 1, async_op=True)
         else:
             reducing = all_reduce(dx, lead.axis, async_op=True)
     x = x if gathering is None else gathering.wait()
-    for layer, dout in zip(layers, douts, strict=True):
-        if dout is not None:
-            _add_weight_grads(layer, x, dout)
+    x = x.reshape(-1, x.shape[-1])
+    for layer, part in zip(layers, parts, strict=True):
+        _add_weight_grads(layer, x, part)
     return None if reducing is None else reducing.wait()
 
 
@@ -163,18 +177,17 @@ class _Column(torch.autograd.Function):
     """Saves the input that the weight gradients need (gathered, or the shard)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layers: tuple[ColumnParallelLinear, ...], *params: Any) -> Any:
-        full, outs = column_forward(x, layers)
+    def forward(ctx: Any, x: Tensor, layers: tuple[ColumnParallelLinear, ...], *params: Any) -> Tensor:
+        full, out = column_forward(x, layers)
         ctx.layers = layers
-        ctx.set_materialize_grads(False)
         ctx.save_for_backward(full if layers[0].keep_gathered else x)
-        return outs
+        return out
 
     @staticmethod
-    def backward(ctx: Any, *douts: Tensor | None) -> Any:
+    def backward(ctx: Any, dout: Tensor) -> Any:
         (x,) = ctx.saved_tensors
         layers = ctx.layers
-        dx = column_backward(x, layers, douts, gathered=layers[0].keep_gathered, need_dx=ctx.needs_input_grad[0])
+        dx = column_backward(x, layers, dout, gathered=layers[0].keep_gathered, need_dx=ctx.needs_input_grad[0])
         return dx, *(None,) * (1 + 2 * len(layers))
 
 
@@ -227,7 +240,7 @@ def row_backward(x: Tensor, layer: RowParallelLinear, dout: Tensor, *, need_dx: 
     """The gradient of `row_forward`'s x (None unless needed); the weight gradient goes to the layer's sink."""
     if layer.sequence_parallel:
         dout = all_gather(dout, layer.axis, 1)
-    dx = _input_grad((dout,), (layer.weight,)) if need_dx else None
+    dx = matmul.dgrad(dout, layer.weight) if need_dx else None
     _add_weight_grads(layer, x, dout)
     return dx
 
@@ -247,24 +260,18 @@ class _Row(torch.autograd.Function):
         return row_backward(x, ctx.layer, dout, need_dx=ctx.needs_input_grad[0]), None, None, None
 
 
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return matmul.forward(x, _matrix(weight), None if bias is None else bias.view(-1))
-
-
 def _matrix(weight: Tensor) -> Tensor:
     """The weight [..., K] as the one matrix [rows, K] that a matmul takes."""
     return weight if weight.dim() == 2 else weight.view(-1, weight.shape[-1])
 
 
-def _input_grad(douts: Sequence[Tensor | None], weights: Sequence[Tensor]) -> Tensor:
-    """The sum of the layers' input gradients; an output that nobody used has none."""
-    total = None
-    for dout, weight in zip(douts, weights, strict=True):
-        if dout is not None:
-            part = matmul.dgrad(dout, _matrix(weight))
-            total = part if total is None else total.add_(part)
-    assert total is not None, "autograd calls backward only with at least one gradient"
-    return total
+def _vector(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.view(-1)
+
+
+def _widths(layers: Sequence[ColumnParallelLinear]) -> list[int]:
+    """Output features of each layer on this rank."""
+    return [layer.weight.numel() // layer.weight.shape[-1] for layer in layers]
 
 
 def _add_weight_grads(layer: ColumnParallelLinear | RowParallelLinear, x: Tensor, dout: Tensor) -> None:

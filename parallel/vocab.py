@@ -18,11 +18,10 @@ from plait.kernels import (
     embedding,
     embedding_wgrad,
     linear,
-    linear_cross_entropy_grad,
-    linear_cross_entropy_stats,
     token_loss,
 )
 from plait.kernels.launch import below_autograd
+from plait.kernels.loss import head_grad, head_stats
 from plait.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from plait.parallel.gradients import GradSink, add_use, grad_home, notify
 from plait.parallel.mesh import Axis
@@ -213,10 +212,7 @@ def _shard_stats(layer: VocabParallelHead, rows: Tensor, targets: Tensor, weight
     """[4, N] of this shard's valid rows: max, sum of exp relative to it, target's logit or 0, sum of logits."""
     if layer.num_valid:
         valid = weight[: layer.num_valid]
-        with below_autograd():
-            return linear_cross_entropy_stats(
-                rows, valid, targets, vocab_start=layer.vocab_start, softcap=layer.softcap
-            )
+        return head_stats(rows, valid, targets, layer.vocab_start, layer.softcap)
     stats = rows.new_zeros(4, rows.shape[0], dtype=torch.promote_types(rows.dtype, torch.float32))
     stats[0] = float("-inf")
     return stats
@@ -224,6 +220,9 @@ def _shard_stats(layer: VocabParallelHead, rows: Tensor, targets: Tensor, weight
 
 def _merge(stats: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
     """(log-sum-exp, target's logit, sum of logits) per token over all shards: equal bits on every rank."""
+    if axis.size == 1:
+        top, sum_exp, hit, total = stats.unbind(0)
+        return top + sum_exp.log(), hit, total
     shards = all_gather(stats, axis).view(axis.size, 4, -1)
     top = shards[:, 0].amax(0)
     sum_exp = (shards[:, 1] * torch.exp(shards[:, 0] - top)).sum(0)
@@ -239,13 +238,11 @@ def _shard_grad(
     out = grad_home(layer.weight)[: layer.num_valid] if need_dweight else None
     if not layer.num_valid:
         return torch.zeros_like(rows) if need_dx else None
-    with below_autograd():
-        dx, _ = linear_cross_entropy_grad(
-            rows, weight[: layer.num_valid], targets, lse, dloss,
-            num_classes=layer.vocab_size, label_smoothing=layer.label_smoothing, z_loss=layer.z_loss,
-            softcap=layer.softcap, vocab_start=layer.vocab_start, out=out, need_dx=need_dx, need_dweight=need_dweight,
-        )  # fmt: skip
-    return dx
+    dx = head_grad(
+        rows, weight[: layer.num_valid], targets, lse, dloss.to(lse.dtype), out, layer.vocab_start,
+        layer.vocab_size, layer.label_smoothing, layer.z_loss, layer.softcap, need_dx,
+    )  # fmt: skip
+    return dx if need_dx else None
 
 
 def _later(layer: VocabParallelHead, grad: Any) -> None:

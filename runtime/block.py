@@ -88,28 +88,35 @@ class Attention(nn.Module):
         self.out = RowParallelLinear(width, dim, axis, **shared)
 
     def run(self, y: Tensor, place: Place) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """y [B, T(/tp), D] -> (the same shape, what `grad` needs: gathered y, q, kv, output of the heads, lse)."""
-        full, (q, kv) = column_forward(y, (self.q, self.kv))
-        q = q.view(*q.shape[:2], self.num_heads, self.head_dim)
-        kv = kv.view(*q.shape[:2], 2, -1, self.head_dim)
-        k, v = kv.unbind(2)
-        rotary.rotate_(q, place.turn)
-        rotary.rotate_(k, place.turn)  # in place: kv then holds what backward reads
-        mixed, lse = flash.forward(q, k, v, *self._options(place))
-        return row_forward(mixed.flatten(2), self.out), (full, q, kv, mixed, lse)
+        """y [B, T(/tp), D] -> (the same shape, what `grad` needs: gathered y, q k v, output of the heads, lse)."""
+        full, qkv = column_forward(y, (self.q, self.kv))
+        qkv = qkv.view(*qkv.shape[:2], -1, self.head_dim)  # [B, T, H + 2 KV, K]
+        rotary.rotate_(self._rotated(qkv), place.turn)  # in place: it then holds what backward reads
+        mixed, lse = flash.forward(*self._split(qkv), *self._options(place))
+        return row_forward(mixed.flatten(2), self.out), (full, qkv, mixed, lse)
 
     def grad(self, dout: Tensor, place: Place, y: Tensor, gathered: bool, *kept: Tensor) -> Tensor:
         """The gradient of `run`'s y; `y` is what came in, gathered or not, `kept` the rest of what `run` gave."""
-        q, kv, mixed, lse = kept
-        k, v = kv.unbind(2)
+        qkv, mixed, lse = kept
         dmixed = row_backward(mixed.flatten(2), self.out, dout)
         assert dmixed is not None
-        dq, dk, dv, _ = flash.backward(dmixed.view_as(mixed), None, q, k, v, mixed, lse, *self._options(place))
-        rotary.rotate_(dq, place.turn, inverse=True)
-        dkv = torch.stack((rotary.rotate_(dk, place.turn, inverse=True), dv), 2)
-        dy = column_backward(y, (self.q, self.kv), (dq.flatten(2), dkv.flatten(2)), gathered=gathered)
+        *grads, _ = flash.backward(
+            dmixed.view(mixed.shape), None, *self._split(qkv), mixed, lse, *self._options(place)
+        )
+        dqkv = torch.cat(grads, 2)
+        rotary.rotate_(self._rotated(dqkv), place.turn, inverse=True)
+        dy = column_backward(y, (self.q, self.kv), dqkv.flatten(2), gathered=gathered)
         assert dy is not None
         return dy
+
+    def _split(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        """q [B, T, H, K], k and v [B, T, KV, K] of this rank."""
+        num_kv = (qkv.shape[2] - self.num_heads) // 2
+        return qkv.split((self.num_heads, num_kv, num_kv), 2)
+
+    def _rotated(self, qkv: Tensor) -> Tensor:
+        """What positions turn: q and k."""
+        return qkv[:, :, : (qkv.shape[2] + self.num_heads) // 2]
 
     def _options(self, place: Place) -> tuple[Any, ...]:
         """The attention op's arguments behind q, k, v."""
@@ -133,7 +140,7 @@ class FeedForward(nn.Module):
 
     def run(self, y: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """y [B, T(/tp), D] -> (the same shape, what `grad` needs: gathered y, gate_up, hidden)."""
-        full, (gate_up,) = column_forward(y, (self.gate_up,))
+        full, gate_up = column_forward(y, (self.gate_up,))
         hidden = gated.forward(gate_up)
         return row_forward(hidden, self.down), (full, gate_up, hidden)
 
@@ -141,7 +148,7 @@ class FeedForward(nn.Module):
         """The gradient of `run`'s y, gathered or not; without `hidden` it is made again."""
         dhidden = row_backward(gated.forward(gate_up) if hidden is None else hidden, self.down, dout)
         assert dhidden is not None
-        dy = column_backward(y, (self.gate_up,), (gated.backward(dhidden, gate_up),), gathered=gathered)
+        dy = column_backward(y, (self.gate_up,), gated.backward(dhidden, gate_up), gathered=gathered)
         assert dy is not None
         return dy
 
