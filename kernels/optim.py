@@ -1,33 +1,47 @@
-"""adamw_: AdamW over many tensors in place, with optional fp32 master weights and a gradient factor on the device.
+"""adamw_: AdamW over many tensors in place, with optional fp32 master weights and gradient factors on the device.
 
-    g = grad * grad_scale;  m = beta1 * m + (1 - beta1) * g;  v = beta2 * v + (1 - beta2) * g^2
+    g = grad * (grad_scale / loss_scale)
+    m = beta1 * m + (1 - beta1) * g;  v = beta2 * v + (1 - beta2) * g^2
     w = w * (1 - lr * weight_decay) - lr / (1 - beta1^step) * m / (sqrt(v / (1 - beta2^step)) + eps)
-w is the master weight where there is one, else the parameter; the parameter is w rounded. Moments and masters are
-fp32 (fp64 for fp64 parameters). Elements are independent, so any split of the tensors gives the same result.
+w is the master weight where there is one, else the parameter; the parameter is w rounded: to nearest, or with `rng`
+stochastically (rounding.py). Moments and masters are fp32 (fp64 for fp64 parameters). Elements are independent, so
+any split of the tensors gives the same result. The kernels are in adamw_triton.py.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 
-from plait.kernels.launch import check, check_device, compute_dtype, register
+from plait.kernels.adamw_triton import Step, step_launches
+from plait.kernels.dropout_op import check_rng
+from plait.kernels.launch import check, compute_dtype, register
+from plait.kernels.rounding import stochastic_round_ref
+from plait.kernels.tables import use_tables
+
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def adamw_ref(
     param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor,
     master: torch.Tensor | None = None, *, step: int, lr: float, beta1: float, beta2: float, eps: float,
     weight_decay: float, grad_scale: torch.Tensor | float | None = None,
+    loss_scale: torch.Tensor | float | None = None, rng: torch.Tensor | None = None, first_index: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The oracle, out of place: (param, exp_avg, exp_avg_sq, weight before rounding)."""
     dtype = exp_avg.dtype
-    g = grad.to(dtype) * (1.0 if grad_scale is None else grad_scale)
+    factor = torch.as_tensor(1.0 if grad_scale is None else grad_scale, dtype=dtype)
+    if loss_scale is not None:
+        factor = factor / torch.as_tensor(loss_scale, dtype=dtype)
+    g = grad.to(dtype) * factor
     exp_avg = beta1 * exp_avg + (1.0 - beta1) * g
     exp_avg_sq = beta2 * exp_avg_sq + (1.0 - beta2) * g * g
     weight = param.to(dtype) if master is None else master
     weight = weight * (1.0 - lr * weight_decay)
     denominator = (exp_avg_sq / (1.0 - beta2**step)).sqrt() + eps
     weight = weight - (lr / (1.0 - beta1**step)) * exp_avg / denominator
-    return weight.to(param.dtype), exp_avg, exp_avg_sq, weight
+    rounded = weight.to(param.dtype) if rng is None else stochastic_round_ref(weight, param.dtype, rng, first_index)
+    return rounded, exp_avg, exp_avg_sq, weight
 
 
 def _fused_fits(*lists: list[torch.Tensor]) -> bool:
@@ -51,15 +65,16 @@ def _step(
     torch._foreach_addcdiv_(weights, exp_avgs, denominators, -lr / (1.0 - beta1**step))
 
 
-def _kernel(
+def _plain(
     params: list[torch.Tensor], grads: list[torch.Tensor], exp_avgs: list[torch.Tensor],
-    exp_avg_sqs: list[torch.Tensor], masters: list[torch.Tensor], grad_scale: torch.Tensor | None,
+    exp_avg_sqs: list[torch.Tensor], masters: list[torch.Tensor], factor: torch.Tensor | None,
     step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
+    rng: torch.Tensor | None, first_indices: list[int],
 ) -> None:  # fmt: skip
     dtype = exp_avgs[0].dtype
     wide = [g.to(dtype) for g in grads]
-    if grad_scale is not None:
-        wide = list(torch._foreach_mul(wide, grad_scale.to(dtype)))
+    if factor is not None:
+        wide = list(torch._foreach_mul(wide, factor))
     weights = list(masters) if masters else [p.to(dtype) for p in params]
     if _fused_fits(weights, wide, exp_avgs, exp_avg_sqs):
         steps = [torch.tensor(float(step))] * len(weights)
@@ -69,15 +84,77 @@ def _kernel(
         )  # fmt: skip
     else:
         _step(weights, wide, exp_avgs, exp_avg_sqs, step, lr, beta1, beta2, eps, weight_decay)
-    for param, weight in zip(params, weights, strict=True):
-        if param is not weight:
+    for i, (param, weight) in enumerate(zip(params, weights, strict=True)):
+        if rng is not None:
+            param.copy_(stochastic_round_ref(weight, param.dtype, rng, first_indices[i]))
+        elif param is not weight:
             param.copy_(weight)
+
+
+def _factor(
+    grad_scale: torch.Tensor | None, loss_scale: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor | None:
+    if loss_scale is None:
+        return None if grad_scale is None else grad_scale.to(dtype)
+    return (1.0 if grad_scale is None else grad_scale.to(dtype)) / loss_scale.to(dtype)
+
+
+def _kernel(
+    params: list[torch.Tensor], grads: list[torch.Tensor], exp_avgs: list[torch.Tensor],
+    exp_avg_sqs: list[torch.Tensor], masters: list[torch.Tensor], grad_scale: torch.Tensor | None,
+    step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
+    loss_scale: torch.Tensor | None = None, rng: torch.Tensor | None = None, first_indices: Sequence[int] = (),
+    schedule: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    starts = list(first_indices)
+    if rng is not None and not starts:
+        starts = [0, *itertools.accumulate(-(-p.numel() // 4) * 4 for p in params)]
+    if not use_tables(params[:1]):
+        factor = _factor(grad_scale, loss_scale, exp_avgs[0].dtype)
+        _plain(
+            params, grads, exp_avgs, exp_avg_sqs, masters, factor, step, lr, beta1, beta2, eps, weight_decay,
+            rng, starts,
+        )  # fmt: skip
+        return
+    decay, rate, correction = (
+        (1.0, 1.0, 1.0) if schedule is not None else _numbers(step, lr, beta1, beta2, weight_decay)
+    )
+    shared = Step(
+        (decay, rate, correction, beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps), schedule, grad_scale, loss_scale, rng
+    )
+    lists = [params, grads, exp_avgs, exp_avg_sqs] + ([masters] if masters else [])
+    for launch in step_launches(lists, shared, starts):
+        launch.run()
+    # The kernels write by address, so autograd must be told.
+    torch.autograd.graph.increment_version([x for i, some in enumerate(lists) if i != 1 for x in some])
+
+
+def _numbers(step: int, lr: float, beta1: float, beta2: float, weight_decay: float) -> tuple[float, float, float]:
+    """The factor of decay, the rate of the first moment, the correction of the second."""
+    return 1.0 - lr * weight_decay, lr / (1.0 - beta1**step), 1.0 - beta2**step
+
+
+def _schedule(
+    step: torch.Tensor | int, lr: torch.Tensor | float, beta1: float, beta2: float, weight_decay: float,
+    like: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """`_numbers` on like's device, in fp64 until the end: 1 - beta2^step loses most digits of fp32."""
+
+    def wide(x: torch.Tensor | float) -> torch.Tensor:
+        if isinstance(x, torch.Tensor):
+            return x.to(torch.float64)
+        return torch.full((), x, dtype=torch.float64, device=like.device)
+
+    step, lr = wide(step), wide(lr)
+    numbers = (1.0 - lr * weight_decay, lr / (1.0 - beta1**step), 1.0 - beta2**step)
+    return torch.stack(numbers).to(like.dtype)
 
 
 _adamw = register(
     "adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs,"
     " Tensor(d!)[] masters, Tensor? grad_scale, int step, float lr, float beta1, float beta2, float eps,"
-    " float weight_decay) -> ()",
+    " float weight_decay, Tensor? loss_scale=None, Tensor? rng=None, int[] first_indices=[],"
+    " Tensor? schedule=None) -> ()",
     _kernel,
     lambda *args: None,
 )
@@ -87,44 +164,104 @@ def _check_lists(
     params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], exp_avgs: Sequence[torch.Tensor],
     exp_avg_sqs: Sequence[torch.Tensor], masters: Sequence[torch.Tensor],
 ) -> None:  # fmt: skip
-    lists = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    if masters:
-        lists["master"] = masters
-    for name, tensors in lists.items():
+    device, dtype, shapes = params[0].device, params[0].dtype, [p.shape for p in params]
+    if dtype not in _FLOATING:
+        raise TypeError(f"adamw_: params are {dtype}; expected float32, bfloat16, float16 or float64")
+    wide = (compute_dtype(dtype),)
+    lists = [("params", params, (dtype,)), ("grads", grads, _FLOATING), ("exp_avgs", exp_avgs, wide)]
+    lists += [("exp_avg_sqs", exp_avg_sqs, wide)] + ([("master", masters, wide)] if masters else [])
+    for name, tensors, dtypes in lists:
         if len(tensors) != len(params):
             raise ValueError(f"adamw_: {len(tensors)} {name} for {len(params)} params")
-        for i, (param, tensor) in enumerate(zip(params, tensors, strict=True)):
-            if tensor.shape != param.shape:
-                raise ValueError(f"adamw_: {name}[{i}] has shape {tuple(tensor.shape)}, param {tuple(param.shape)}")
-            if name != "grads" and tensor.dtype != compute_dtype(param.dtype):
-                raise TypeError(f"adamw_: {name}[{i}] is {tensor.dtype}; expected {compute_dtype(param.dtype)}")
-            check_device("adamw_", params[0], param=param, **{name: tensor})
+        # All at once, since a call may have thousands; the search for the odd one is left to the failure.
+        if not (
+            [t.shape for t in tensors] == shapes
+            and all([t.dtype in dtypes and t.device == device for t in tensors])
+            and (name == "grads" or all([t.is_contiguous() or 0 not in t.stride() for t in tensors]))
+        ):
+            _refuse(name, tensors, params, dtypes)
+
+
+def _refuse(
+    name: str, tensors: Sequence[torch.Tensor], params: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
+) -> None:
+    """Raises for the first tensor that does not fit its parameter."""
+    device = params[0].device
+    for i, (param, tensor) in enumerate(zip(params, tensors, strict=True)):
+        if tensor.shape != param.shape:
+            raise ValueError(f"adamw_: {name}[{i}] has shape {tuple(tensor.shape)}, param {tuple(param.shape)}")
+        if tensor.dtype not in dtypes:
+            raise TypeError(f"adamw_: {name}[{i}] is {tensor.dtype}; expected {dtypes[0]}")
+        if tensor.device != device:
+            raise ValueError(f"adamw_: {name}[{i}] is on {tensor.device}; expected {device}")
+        if name != "grads" and not tensor.is_contiguous() and 0 in tensor.stride():
+            raise ValueError(f"adamw_: {name}[{i}] has strides {tensor.stride()}; its elements share memory")
+
+
+def _scalar(name: str, value: torch.Tensor | float | None, like: torch.Tensor) -> torch.Tensor | None:
+    """`value` as a 0-dim tensor where `like` lives, made there: nothing waits for the device."""
+    if value is None:
+        return None
+    if not isinstance(value, torch.Tensor):
+        return torch.full((), value, dtype=like.dtype, device=like.device)
+    check(value.dim() == 0, lambda: f"adamw_: {name} has shape {tuple(value.shape)}; expected a 0-dim tensor")
+    check(value.device == like.device, lambda: f"adamw_: {name} is on {value.device}; expected {like.device}")
+    return value
 
 
 @torch.no_grad()
 def adamw_(
     params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], exp_avgs: Sequence[torch.Tensor],
-    exp_avg_sqs: Sequence[torch.Tensor], master: Sequence[torch.Tensor] | None = None, *, step: int, lr: float,
-    beta1: float, beta2: float, eps: float, weight_decay: float, grad_scale: torch.Tensor | float | None = None,
+    exp_avg_sqs: Sequence[torch.Tensor], master: Sequence[torch.Tensor] | None = None, *, step: torch.Tensor | int,
+    lr: torch.Tensor | float, beta1: float, beta2: float, eps: float, weight_decay: float,
+    grad_scale: torch.Tensor | float | None = None, loss_scale: torch.Tensor | float | None = None,
+    rng: torch.Tensor | None = None, first_indices: Sequence[int] | None = None,
 ) -> None:  # fmt: skip
     """One step, number `step` (from 1), in place on params, both moments and, where given, the masters.
 
     All params share a dtype; moments and masters are fp32 (fp64 for fp64 params); grads may have another floating
-    dtype. `grad_scale` multiplies every gradient; a 0-dim tensor stays on the device (no host sync). Raises
-    ValueError on lengths, shapes, devices or step < 1, TypeError on dtypes.
+    dtype. Every gradient is multiplied by `grad_scale` (clipping) and divided by `loss_scale`. These two, `step` and
+    `lr` may be 0-dim tensors, read on the device: no host sync (but for fp64 on CUDA), and a captured CUDA graph
+    follows their values. `rng`, int64 [2] = (seed, offset), rounds 16-bit params stochastically; `first_indices` has
+    the index of each param's first element, by default one param behind the other, each from a multiple of 4. Raises
+    ValueError on lengths, shapes, devices, overlapping memory or step < 1, TypeError on dtypes.
     """
     params, masters = list(params), list(master or ())
     if not params:
         return
-    check(step >= 1, lambda: f"adamw_: step is {step}; the first one is 1")
+    check(isinstance(step, torch.Tensor) or step >= 1, lambda: f"adamw_: step is {step}; the first one is 1")
     check(
         all(p.dtype == params[0].dtype for p in params),
         lambda: f"adamw_: params of several dtypes {sorted({str(p.dtype) for p in params})}; call once for each",
     )
     _check_lists(params, grads, exp_avgs, exp_avg_sqs, masters)
-    if grad_scale is not None and not isinstance(grad_scale, torch.Tensor):
-        grad_scale = torch.tensor(grad_scale, dtype=exp_avgs[0].dtype, device=params[0].device)
+    like = exp_avgs[0]
+    if rng is not None:
+        check_rng("adamw_", rng, like)
+        check(
+            first_indices is None or (len(first_indices) == len(params) and min(first_indices) >= 0),
+            lambda: (
+                f"adamw_: first_indices are {first_indices}; expected one from 0 for each of {len(params)} params"
+            ),
+        )
+    schedule = None
+    if isinstance(step, torch.Tensor) or isinstance(lr, torch.Tensor):
+        step, lr, schedule = _place_schedule(step, lr, beta1, beta2, weight_decay, like, params)
     _adamw(
-        params, list(grads), list(exp_avgs), list(exp_avg_sqs), masters, grad_scale,
-        step, lr, beta1, beta2, eps, weight_decay,
+        params, list(grads), list(exp_avgs), list(exp_avg_sqs), masters, _scalar("grad_scale", grad_scale, like),
+        step, lr, beta1, beta2, eps, weight_decay, _scalar("loss_scale", loss_scale, like), rng,
+        list(first_indices or ()), schedule,
     )  # fmt: skip
+
+
+def _place_schedule(
+    step: torch.Tensor | int, lr: torch.Tensor | float, beta1: float, beta2: float, weight_decay: float,
+    like: torch.Tensor, params: list[torch.Tensor],
+) -> tuple[int, float, torch.Tensor | None]:  # fmt: skip
+    """(step, lr, None) as numbers where the plain path runs, else (1, 0, their schedule on the device)."""
+    _scalar("step", step, like), _scalar("lr", lr, like)
+    if use_tables(params[:1]):
+        return 1, 0.0, _schedule(step, lr, beta1, beta2, weight_decay, like)
+    number = int(step)
+    check(number >= 1, lambda: f"adamw_: step is {number}; the first one is 1")
+    return number, float(lr), None
