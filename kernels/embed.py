@@ -17,14 +17,22 @@ def embedding_ref(tokens: torch.Tensor, weight: torch.Tensor, *, vocab_start: in
     return weight[local.clamp(0, weight.shape[0] - 1)] * inside.unsqueeze(-1).to(weight.dtype)
 
 
-def _forward(tokens: torch.Tensor, weight: torch.Tensor, vocab_start: int) -> torch.Tensor:
+def _all_inside(local: torch.Tensor, num_rows: int) -> bool:
+    """Whether every token has a row here; False on a GPU, where a look would wait for the device."""
+    if local.is_cuda or not local.numel():
+        return False
+    low, high = torch.aminmax(local)
+    return int(low) >= 0 and int(high) < num_rows
+
+
+def forward(tokens: torch.Tensor, weight: torch.Tensor, vocab_start: int) -> torch.Tensor:
+    """embedding without checks or graph: the kernel itself, for code that has a backward of its own."""
     local = tokens - vocab_start if vocab_start else tokens
+    if _all_inside(local, weight.shape[0]):
+        return torch.nn.functional.embedding(local, weight)
     outside = (local < 0) | (local >= weight.shape[0])
     out = torch.nn.functional.embedding(local.masked_fill(outside, 0), weight)
-    # On the CPU a look at the mask is cheaper than a pass over the rows; on a GPU it would wait for the device.
-    if outside.is_cuda or bool(outside.any()):
-        out.masked_fill_(outside.unsqueeze(-1), 0.0)
-    return out
+    return out.masked_fill_(outside.unsqueeze(-1), 0.0)
 
 
 def _backward(dout: torch.Tensor, tokens: torch.Tensor, num_rows: int, vocab_start: int) -> torch.Tensor:
@@ -36,9 +44,14 @@ def _backward(dout: torch.Tensor, tokens: torch.Tensor, num_rows: int, vocab_sta
     return grad[:num_rows]
 
 
-def _backward_into(
+def wgrad_into(
     dout: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor, vocab_start: int, accumulate: bool
 ) -> None:
+    """`embedding_wgrad` without checks or graph."""
+    local = tokens - vocab_start if vocab_start else tokens
+    if accumulate and _all_inside(local, out.shape[0]):
+        out.index_add_(0, local.reshape(-1), dout.reshape(-1, dout.shape[-1]).to(out.dtype))  # in the tokens' order
+        return
     grad = _backward(dout.to(out.dtype), tokens, out.shape[0], vocab_start)
     out.add_(grad) if accumulate else out.copy_(grad)
 
@@ -61,7 +74,7 @@ class _Embedding(torch.autograd.Function):
 
 _embedding = register(
     "embedding(Tensor tokens, Tensor weight, int vocab_start) -> Tensor",
-    _forward,
+    forward,
     lambda tokens, weight, vocab_start: weight.new_empty((*tokens.shape, weight.shape[1])),
     _Embedding.apply,
 )
@@ -72,7 +85,7 @@ _embedding_grad = register(
 )
 _embedding_grad_into = register(
     "embedding_grad_(Tensor dout, Tensor tokens, Tensor(a!) out, int vocab_start, bool accumulate) -> ()",
-    _backward_into,
+    wgrad_into,
     lambda dout, tokens, out, vocab_start, accumulate: None,
 )
 

@@ -109,7 +109,7 @@ def _linear_act_kernel(
 
 def dgrad(dout: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """dout[..., N] @ weight[N, K] without checks or graph: for code that has a backward of its own."""
-    return torch.matmul(dout, weight)
+    return torch.mm(dout, weight) if dout.dim() == 2 else torch.matmul(dout, weight)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
@@ -124,12 +124,12 @@ def wgrad_into(x: torch.Tensor, dout: torch.Tensor, out: torch.Tensor, accumulat
     """`linear_wgrad` into out[N, K], written or added to, without checks or graph."""
     rows, grads = _flat(x), _flat(dout).t()
     if out.dtype == x.dtype:
-        torch.addmm(out, grads, rows, beta=1.0 if accumulate else 0.0, out=out)
+        out.addmm_(grads, rows, beta=1.0 if accumulate else 0.0)
     elif x.is_cuda:
         product = torch.mm(grads, rows, out_dtype=out.dtype)
         out.add_(product) if accumulate else out.copy_(product)
     else:
-        torch.addmm(out, grads.to(out.dtype), rows.to(out.dtype), beta=1.0 if accumulate else 0.0, out=out)
+        out.addmm_(grads.to(out.dtype), rows.to(out.dtype), beta=1.0 if accumulate else 0.0)
 
 
 def _linear_swiglu_kernel(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

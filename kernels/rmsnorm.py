@@ -169,7 +169,7 @@ def forward(
     h = x if residual is None else x + residual
     wide = widened(h)
     # The norm is one pass without a temporary; its square overflows only where the mean of squares does.
-    rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
     y = torch.mul(wide, rstd).mul_(weight)
     return (y if y.dtype is x.dtype else y.to(x.dtype)), h, rstd.squeeze(-1)
 

@@ -12,6 +12,7 @@ come from the constructor, never from the tensors. On an axis of size 1 the same
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -100,6 +101,7 @@ class ColumnParallelLinear(nn.Module):
         offset, size, replicas = unit_box(leading[-1], units, axis)
         full, local = (*leading, in_features), (*leading[:-1], size, in_features)
         start = (*(0 for _ in leading[:-1]), offset, 0)
+        self.width = math.prod(local[:-1])  # output features of this rank
         sums = (axis.name,) if replicas else ()
         empty = torch.empty(local, dtype=dtype, device=device)
         self.weight = placed(empty, Placement(full, start, local, replicas, sums))
@@ -124,7 +126,7 @@ def column_parallel(x: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor, .
     The outputs lie side by side in one tensor: they are views of its last dim.
     """
     out = _Column.apply(x, layers, *(p for layer in layers for p in (layer.weight, layer.bias)))
-    return (out,) if len(layers) == 1 else out.split(_widths(layers), -1)
+    return (out,) if len(layers) == 1 else out.split_with_sizes([layer.width for layer in layers], -1)
 
 
 def column_forward(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, Tensor]:
@@ -136,10 +138,10 @@ def column_forward(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[T
     full = all_gather(x, lead.axis, 1) if lead.sequence_parallel else x
     if len(layers) == 1:
         return full, matmul.forward(full, _matrix(lead.weight), _vector(lead.bias))
-    widths = _widths(layers)
+    widths = [layer.width for layer in layers]
     out = full.new_empty((*full.shape[:-1], sum(widths)))
     rows = full.reshape(-1, full.shape[-1])
-    for layer, part in zip(layers, out.view(-1, sum(widths)).split(widths, 1), strict=True):
+    for layer, part in zip(layers, out.view(-1, sum(widths)).split_with_sizes(widths, 1), strict=True):
         matmul.forward_into(rows, _matrix(layer.weight), _vector(layer.bias), part)
     return full, out
 
@@ -156,7 +158,7 @@ def column_backward(
     gather_again = lead.sequence_parallel and not gathered and any(layer.weight.requires_grad for layer in layers)
     gathering = all_gather(x, lead.axis, 1, async_op=True) if gather_again else None
     rows = dout.reshape(-1, dout.shape[-1])
-    parts = (rows,) if len(layers) == 1 else rows.split(_widths(layers), 1)
+    parts = (rows,) if len(layers) == 1 else rows.split_with_sizes([layer.width for layer in layers], 1)
     if need_dx:
         dx = matmul.dgrad(parts[0], _matrix(lead.weight))
         for layer, part in zip(layers[1:], parts[1:], strict=True):
@@ -240,8 +242,9 @@ def row_backward(x: Tensor, layer: RowParallelLinear, dout: Tensor, *, need_dx: 
     """The gradient of `row_forward`'s x (None unless needed); the weight gradient goes to the layer's sink."""
     if layer.sequence_parallel:
         dout = all_gather(dout, layer.axis, 1)
-    dx = matmul.dgrad(dout, layer.weight) if need_dx else None
-    _add_weight_grads(layer, x, dout)
+    rows = dout.reshape(-1, dout.shape[-1])
+    dx = matmul.dgrad(rows, layer.weight).view(x.shape) if need_dx else None
+    _add_weight_grads(layer, x.reshape(-1, x.shape[-1]), rows)
     return dx
 
 
@@ -267,11 +270,6 @@ def _matrix(weight: Tensor) -> Tensor:
 
 def _vector(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.view(-1)
-
-
-def _widths(layers: Sequence[ColumnParallelLinear]) -> list[int]:
-    """Output features of each layer on this rank."""
-    return [layer.weight.numel() // layer.weight.shape[-1] for layer in layers]
 
 
 def _add_weight_grads(layer: ColumnParallelLinear | RowParallelLinear, x: Tensor, dout: Tensor) -> None:

@@ -14,13 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.kernels import (
-    embedding,
-    embedding_wgrad,
-    linear,
-    token_loss,
-)
-from plait.kernels.launch import below_autograd
+from plait.kernels import embed, linear, token_loss
 from plait.kernels.loss import head_grad, head_stats
 from plait.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from plait.parallel.gradients import GradSink, add_use, grad_home, notify
@@ -79,8 +73,7 @@ class _Embed(torch.autograd.Function):
     def forward(ctx: Any, tokens: Tensor, layer: VocabParallelEmbedding, weight: Tensor) -> Tensor:
         ctx.layer = layer
         ctx.save_for_backward(tokens)
-        with below_autograd():
-            rows = embedding(tokens, weight, vocab_start=layer.vocab_start)
+        rows = embed.forward(tokens, weight, layer.vocab_start)
         if layer.sequence_parallel:
             return reduce_scatter(rows, layer.axis, 1)
         return all_reduce(rows, layer.axis)
@@ -91,15 +84,14 @@ class _Embed(torch.autograd.Function):
         if layer.sequence_parallel:
             dout = all_gather(dout, layer.axis, 1)
         (tokens,) = ctx.saved_tensors
-        sink.add(sink.microbatch, partial(_accumulate_rows, layer, tokens, dout))
+        sink.add(sink.microbatch, _accumulate_rows, layer, tokens, dout)
         return None, None, None
 
 
 def _accumulate_rows(layer: VocabParallelEmbedding, tokens: Tensor, dout: Tensor) -> None:
     """Adds each token's gradient to its row of this shard, in the order of the tokens."""
     weight = layer.weight
-    home = grad_home(weight)
-    embedding_wgrad(tokens, dout, home, vocab_start=layer.vocab_start, accumulate=True)
+    embed.wgrad_into(dout, tokens, grad_home(weight), layer.vocab_start, True)
     notify(weight)
 
 
@@ -204,7 +196,7 @@ class _Loss(torch.autograd.Function):
             else:
                 reducing = all_reduce(dx, layer.axis, async_op=True)
         if need_dweight:
-            sink.add(sink.microbatch, partial(notify, layer.weight) if together else partial(_later, layer, grad))
+            sink.add(sink.microbatch, *((notify, layer.weight) if together else (_later, layer, grad)))
         return (None if reducing is None else reducing.wait()), None, None, None
 
 

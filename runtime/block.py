@@ -86,10 +86,11 @@ class Attention(nn.Module):
         kv_width = config.num_kv_heads * config.head_dim
         self.kv = ColumnParallelLinear(dim, (2, kv_width), axis, units=config.num_kv_heads, **shared)
         self.out = RowParallelLinear(width, dim, axis, **shared)
+        self.columns = (self.q, self.kv)
 
     def run(self, y: Tensor, place: Place) -> tuple[Tensor, tuple[Tensor, ...]]:
         """y [B, T(/tp), D] -> (the same shape, what `grad` needs: gathered y, q k v, output of the heads, lse)."""
-        full, qkv = column_forward(y, (self.q, self.kv))
+        full, qkv = column_forward(y, self.columns)
         qkv = qkv.view(*qkv.shape[:2], -1, self.head_dim)  # [B, T, H + 2 KV, K]
         rotary.rotate_(self._rotated(qkv), place.turn)  # in place: it then holds what backward reads
         mixed, lse = flash.forward(*self._split(qkv), *self._options(place))
@@ -105,14 +106,14 @@ class Attention(nn.Module):
         )
         dqkv = torch.cat(grads, 2)
         rotary.rotate_(self._rotated(dqkv), place.turn, inverse=True)
-        dy = column_backward(y, (self.q, self.kv), dqkv.flatten(2), gathered=gathered)
+        dy = column_backward(y, self.columns, dqkv.flatten(2), gathered=gathered)
         assert dy is not None
         return dy
 
     def _split(self, qkv: Tensor) -> tuple[Tensor, ...]:
         """q [B, T, H, K], k and v [B, T, KV, K] of this rank."""
         num_kv = (qkv.shape[2] - self.num_heads) // 2
-        return qkv.split((self.num_heads, num_kv, num_kv), 2)
+        return qkv.split_with_sizes((self.num_heads, num_kv, num_kv), 2)
 
     def _rotated(self, qkv: Tensor) -> Tensor:
         """What positions turn: q and k."""

@@ -596,7 +596,7 @@ class Failing(LinearStage):
 
 
 def run_failing(rank: int) -> str:
-    pipeline = Pipeline({rank: Failing(rank, 2)}, one_f_one_b(2, 4), Mesh.create(pp=2, timeout_s=2))
+    pipeline = Pipeline({rank: Failing(rank, 2)}, one_f_one_b(2, 4), Mesh.create(pp=2, timeout_s=5))
     x, targets = batch(8)
     with pytest.raises(ArithmeticError if rank == 1 else ChannelTimeout) as caught:
         pipeline.step({"x": x}, targets, 8)
