@@ -4,8 +4,8 @@ Not elastic and no scheduler. The one idea: the launcher forks before any thread
 nothing of the run (no lock, no store), so that it can be killed at any moment: the kernel ends the ranks with it.
 Logs, events, deaths (pidfd) and signals all wake one select loop.
 
-The first SIGTERM or SIGINT asks every rank to finish its step, save and leave; what still runs STOP_BOUND_S later,
-or at a second signal, is killed.
+The first SIGTERM, SIGINT or SIGHUP asks every rank to finish its step, save and leave, and so does an output that can
+no longer be written; what still runs STOP_BOUND_S later, or at a second SIGTERM or SIGINT, is killed.
 """
 
 from __future__ import annotations
@@ -20,21 +20,25 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from plait.rank import STOP_SIGNALS, Place, Program, Rank, StopRequest, last_line, run_child, set_threads
+from plait.rank import (
+    STOP_SIGNALS,
+    Place,
+    Program,
+    Rank,
+    StopRequest,
+    View,
+    Voice,
+    heeded_signals,
+    last_line,
+    run_child,
+    set_threads,
+)
 
 STOP_BOUND_S = 60.0  # from the request to stop until the ranks are killed
 KILL_GRACE_S = 2.0  # from SIGTERM to SIGKILL for the survivors of a dead rank, which at worst hang in a collective
 SETTLE_S = 0.2  # after the first death: a killed rank and the peers that lost it become known in either order
-
-
-class View(Protocol):
-    """What shows a run; called by one thread of one process."""
-
-    def event(self, rank: int, record: dict[str, Any]) -> None: ...
-    def line(self, rank: int, text: str) -> None: ...
-    def close(self) -> None: ...
 
 
 def torchrun_place() -> Place | None:
@@ -46,33 +50,35 @@ def torchrun_place() -> Place | None:
 
 
 def run_in_place(program: Program, place: Place, view: View) -> int:
-    """Runs one rank in this process, the only one or one of torchrun's; returns the exit code, 0 or 1."""
+    """Runs one rank in this process, the only one or one of torchrun's; returns the exit code as `launch` does."""
     started_s = time.time()
     set_threads(place.local_world_size)
+    voice, stop = Voice(view), StopRequest(bound_s=STOP_BOUND_S)
 
     def emit(record: dict[str, Any]) -> None:
         if place.rank == 0:
-            view.event(0, record)
+            voice.event(0, record)
+            stop.requested |= voice.lost is not None
 
-    stop = StopRequest(bound_s=STOP_BOUND_S)
     try:
         program(Rank(place, emit, stop, started_s))
     except Exception as error:
-        view.close()
+        voice.close()
         traceback.print_exc()
         print(f"plait train: rank {place.rank} failed: {last_line(error)}", file=sys.stderr, flush=True)
         return 1
     finally:
         stop.close()
-    view.close()
-    return 0
+    voice.close()
+    return voice.status() if voice.lost and stop.number is None else 0
 
 
 def launch(program: Program, world_size: int, view: View, *, stop_bound_s: float = STOP_BOUND_S) -> int:
     """Forks `world_size` ranks; each runs `program(rank)`. Returns when all have ended, with the exit code.
 
     0: every rank returned. 1: a rank raised or died (its number, status and last error are said), or did not stop
-    in time. 128 + signal: a second signal ended the run. No rank outlives this call or this process.
+    in time. 128 + signal: a second signal ended the run, or (SIGPIPE) nobody reads the output any more and the run
+    was stopped and saved. No rank outlives this call or this process.
     Main thread only; `torch` must be imported and unused.
     """
     preload()
@@ -114,7 +120,7 @@ class _Launcher:
     """One launch: owns the children, their pipes and the signal handlers until `run` returns."""
 
     def __init__(self, view: View, stop_bound_s: float) -> None:
-        self.view = view
+        self.view = Voice(view)
         self.stop_bound_s = stop_bound_s
         self.children: list[_Child] = []
         self.selector = selectors.DefaultSelector()
@@ -127,7 +133,7 @@ class _Launcher:
         self.selector.register(wake_read, selectors.EVENT_READ, lambda: wake_read.recv(4096))
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # none may fall between fork and handler
         old_wakeup = signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
-        old = {number: signal.signal(number, lambda n, _: self.signals.append(n)) for number in STOP_SIGNALS}
+        old = {number: signal.signal(number, lambda n, _: self.signals.append(n)) for number in heeded_signals()}
         try:
             self._fork_all(program, world_size, [wake_read.fileno(), wake_write.fileno()])
             signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
@@ -196,21 +202,24 @@ class _Launcher:
         deadline: float | None = None
         while self._running():
             self._poll(None if deadline is None else max(0.0, deadline - time.monotonic()))
-            if len(self.signals) > 1:
+            again = [number for number in self.signals[1:] if number != signal.SIGHUP]  # a terminal may repeat that
+            if again:
                 self._say("second signal: the ranks are killed, nothing more is saved")
-                return 128 + self.signals[1]
+                return 128 + again[0]
             if self._failed():
                 return self._fail()
-            if self.signals and deadline is None:
+            if deadline is None and (self.signals or self.view.lost):
                 deadline = time.monotonic() + self.stop_bound_s
-                name = signal.Signals(self.signals[0]).name
+                name = signal.Signals(self.signals[0]).name if self.signals else "no output"
                 self._say(f"{name}: finishing the step and saving, at most {self.stop_bound_s:g} s; again to kill")
                 self._signal(signal.SIGTERM)
             if deadline is not None and time.monotonic() >= deadline and self._running():
                 late = ", ".join(str(child.rank) for child in self._running())
                 self._say(f"ranks {late} did not stop within {self.stop_bound_s:g} s and are killed")
                 return 1
-        return self._fail() if self._failed() else 0
+        if self._failed():
+            return self._fail()
+        return self.view.status() if self.view.lost and not self.signals else 0
 
     def _fail(self) -> int:
         """Names the rank that failed first and ends the others. A death by signal comes before errors that ranks

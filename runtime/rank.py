@@ -16,37 +16,87 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 GROUP_TIMEOUT_S = 600.0  # a peer that dies is noticed at once; this bounds one that hangs
 
 
-class StopRequest:
-    """A flag that the first SIGTERM or SIGINT sets. The second signal ends the process: the kernel does it, so that
-    it also works while Python waits in a collective. With `bound_s` the kernel ends it that long after the first."""
+def heeded_signals() -> tuple[signal.Signals, ...]:
+    """The signals that ask a run to stop; not SIGHUP when this process was told to ignore it, as by nohup."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return tuple(number for number in STOP_SIGNALS if not (ignored and number == signal.SIGHUP))
 
-    def __init__(self, *, bound_s: float | None = None, numbers: tuple[int, ...] = STOP_SIGNALS) -> None:
+
+class StopRequest:
+    """A flag that the first SIGTERM, SIGINT or SIGHUP sets. The second signal ends the process: the kernel does it,
+    so that it also works while Python waits in a collective. SIGHUP never is that second one: a closing terminal may
+    send it twice. With `bound_s` the kernel ends the process that long after the first."""
+
+    def __init__(self, *, bound_s: float | None = None, numbers: tuple[int, ...] | None = None) -> None:
         self.requested = False
+        self.number: int | None = None  # the signal, if it was one
         self._bound_s = bound_s
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        self._numbers = numbers
-        for number in numbers:
+        self._numbers = heeded_signals() if numbers is None else numbers
+        for number in self._numbers:
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: Any) -> None:
-        self.requested = True
+        self.requested, self.number = True, number
         for each in self._numbers:
-            signal.signal(each, signal.SIG_DFL)
+            signal.signal(each, signal.SIG_IGN if each == signal.SIGHUP else signal.SIG_DFL)
         if self._bound_s is not None:
             signal.setitimer(signal.ITIMER_REAL, self._bound_s)
 
     def close(self) -> None:
         """Takes the bound back: the work is done."""
         signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+
+class View(Protocol):
+    """What shows a run; called by one thread of one process."""
+
+    def event(self, rank: int, record: dict[str, Any]) -> None: ...
+    def line(self, rank: int, text: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class Voice:
+    """A view that falls silent when it cannot write (a closed terminal, a reader that left, a full disk); `lost` says
+    why. The run is then stopped in good order; an error here would end it before a save."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self.lost: OSError | None = None
+
+    def event(self, rank: int, record: dict[str, Any]) -> None:
+        self._try(self._view.event, rank, record)
+
+    def line(self, rank: int, text: str) -> None:
+        self._try(self._view.line, rank, text)
+
+    def close(self) -> None:
+        self._try(self._view.close)
+
+    def status(self) -> int:
+        """Exit code of a run that stopped because of `lost`: as a shell has it for a broken pipe, else 1."""
+        if isinstance(self.lost, BrokenPipeError):
+            return 128 + signal.SIGPIPE
+        print(f"plait train: stopped, because the output cannot be written: {self.lost}", file=sys.stderr)
+        return 1
+
+    def _try(self, call: Callable[..., None], *arguments: Any) -> None:
+        if self.lost is not None:
+            return
+        try:
+            call(*arguments)
+        except OSError as error:
+            self.lost = error
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python still has in its buffers
 
 
 @dataclass(frozen=True)
@@ -141,7 +191,8 @@ def run_child(
     if os.getppid() != launcher:  # it died before the kernel knew of the bond
         return 1
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the launcher passes one on as SIGTERM
+    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to all; the launcher passes on a SIGTERM
+        signal.signal(number, signal.SIG_IGN)
     stop = StopRequest(numbers=(signal.SIGTERM,))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     set_threads(place.local_world_size)

@@ -51,7 +51,11 @@ class Running:
         """Reads to the end and waits: (exit code or minus the signal, all output)."""
         self.read_until("$^")
         self.out.close()
-        return int(_ask({"wait": self.pid})["status"]), "\n".join(self.lines)
+        return self.wait(), "\n".join(self.lines)
+
+    def wait(self) -> int:
+        """Waits for the end and reads nothing: exit code or minus the signal."""
+        return int(_ask({"wait": self.pid})["status"])
 
 
 def start(argv: list[str]) -> Running:
@@ -123,6 +127,7 @@ def _serve(channel: socket.socket) -> None:
                 _die_with_parent()
                 channel.close()
                 signal.signal(signal.SIGINT, signal.default_int_handler)
+                signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a test run under nohup ignores it
                 os.dup2(fds[0], 1)
                 os.dup2(fds[0], 2)
                 os.close(fds[0])

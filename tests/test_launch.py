@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +24,7 @@ import os, signal, sys, time
 import torch
 from plait.launch import launch
 from plait.view import PlainView
+signal.signal(signal.SIGHUP, signal.{hangup})
 def wait():
     while True:
         signal.pause()
@@ -35,9 +37,12 @@ END_S = 60  # a bound against a hanging test, never a measure
 
 
 @contextmanager
-def launched(body: str, world: int = 3, bound: float = 30.0) -> Iterator[subprocess.Popen[str]]:
-    """A launcher that runs `body` (defines `program`); killed at the end if it still runs."""
-    code = HEAD + body + TAIL.format(world=world, bound=bound)
+def launched(
+    body: str, world: int = 3, bound: float = 30.0, hangup: str = "SIG_DFL"
+) -> Iterator[subprocess.Popen[str]]:
+    """A launcher that runs `body` (defines `program`); killed at the end if it still runs. hangup: what it was told
+    to do with SIGHUP; nohup says SIG_IGN."""
+    code = HEAD.format(hangup=hangup) + body + TAIL.format(world=world, bound=bound)
     with subprocess.Popen(
         [sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
     ) as process:
@@ -168,16 +173,19 @@ def test_ranks_die_with_a_killed_launcher() -> None:
         assert_gone(pids)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_asks_every_rank_to_stop_and_exit_is_0(number: signal.Signals) -> None:
-    body = """
+UNTIL_ASKED = """
 def program(rank):
     print("up", rank.rank)
     while not rank.stop.requested:
         time.sleep(0.01)
     print("saved", rank.rank)
+    open(f"{folder}/saved-{{rank.rank}}", "x").close()
 """
-    with launched(body) as process:
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_asks_every_rank_to_stop_and_exit_is_0(tmp_path: Path, number: signal.Signals) -> None:
+    with launched(UNTIL_ASKED.format(folder=tmp_path)) as process:
         pids = pids_of(read_until(process, ["ranks: pids", "up 0", "up 1", "up 2"]))
         process.send_signal(number)
         status, out = finish(process)
@@ -185,6 +193,76 @@ def program(rank):
     assert status == 0, out
     assert f"{number.name}: finishing the step" in out
     assert all(f"saved {rank}" in out for rank in range(3))
+
+
+def test_a_closed_terminal_is_a_request_to_stop_for_launcher_and_ranks(tmp_path: Path) -> None:
+    """SIGHUP ended all at once without a save. It comes to the whole process group, maybe twice, with no output."""
+    with launched(UNTIL_ASKED.format(folder=tmp_path)) as process:
+        pids = pids_of(read_until(process, ["ranks: pids", "up 0", "up 1", "up 2"]))
+        assert process.stdout is not None
+        process.stdout.close()
+        for pid in (*pids, process.pid, process.pid):
+            os.kill(pid, signal.SIGHUP)
+        assert process.wait(timeout=END_S) == 0
+        assert_gone(pids)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["saved-0", "saved-1", "saved-2"]
+
+
+def test_a_hangup_never_counts_as_the_second_signal(tmp_path: Path) -> None:
+    """Ctrl-C, then the window is closed: the save still comes to its end."""
+    body = """
+def program(rank):
+    print("up", rank.rank)
+    while not os.path.exists("{folder}/go"):
+        time.sleep(0.01)
+    print("saved", rank.rank)
+"""
+    with launched(body.format(folder=tmp_path)) as process:
+        read_until(process, ["ranks: pids", "up 0", "up 1", "up 2"])
+        process.send_signal(signal.SIGINT)
+        read_until(process, ["SIGINT: finishing"])
+        process.send_signal(signal.SIGHUP)
+        while "State:\tS" not in (text := Path(f"/proc/{process.pid}/status").read_text()) or pending(text):
+            pass  # until the launcher has taken the signal and waits again
+        (tmp_path / "go").touch()
+        status, out = finish(process)
+    assert status == 0 and all(f"saved {rank}" in out for rank in range(3)), out
+
+
+def pending(status: str) -> bool:
+    """Whether a process has a signal that it has not taken yet, by its /proc/PID/status."""
+    return any(int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigPnd", "ShdPnd")))
+
+
+def test_under_nohup_a_hangup_changes_nothing(tmp_path: Path) -> None:
+    with launched(UNTIL_ASKED.format(folder=tmp_path), hangup="SIG_IGN") as process:
+        pids = pids_of(read_until(process, ["ranks: pids", "up 0", "up 1", "up 2"]))
+        for pid in (process.pid, *pids):
+            os.kill(pid, signal.SIGHUP)
+        process.terminate()
+        status, out = finish(process)
+    assert status == 0 and "SIGTERM: finishing" in out and "SIGHUP" not in out
+
+
+def test_a_reader_that_leaves_ends_the_run_after_a_save(tmp_path: Path) -> None:
+    """The launcher once died of the broken pipe, and with it the ranks."""
+    body = UNTIL_ASKED.format(folder=tmp_path).replace("time.sleep(0.01)", "print('more')")
+    with launched(body) as process:
+        pids = pids_of(read_until(process, ["ranks: pids", "up 0", "up 1", "up 2"]))
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait(timeout=END_S) == 128 + signal.SIGPIPE
+        assert_gone(pids)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["saved-0", "saved-1", "saved-2"]
+
+
+def test_output_that_cannot_be_written_ends_the_run_after_a_save(tmp_path: Path) -> None:
+    """As on a full disk that holds the log."""
+    body = UNTIL_ASKED.format(folder=tmp_path) + "\nos.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
+    with launched(body) as process:
+        status, out = finish(process)
+    assert status == 1 and "the output cannot be written" in out and "No space left on device" in out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["saved-0", "saved-1", "saved-2"]
 
 
 def test_a_rank_that_does_not_stop_in_time_is_killed() -> None:
@@ -207,14 +285,14 @@ def test_a_second_signal_ends_at_once() -> None:
     assert status == 128 + signal.SIGTERM and "second signal" in out
 
 
-def test_a_reader_that_goes_away_ends_the_run() -> None:
+def test_a_reader_that_goes_away_ends_ranks_that_do_not_stop() -> None:
     body = """
 def program(rank):
     print("up", rank.rank)
     while True:
         print("more")
 """
-    with launched(body) as process:
+    with launched(body, bound=0.5) as process:
         pids = pids_of(read_until(process, ["ranks: pids"]))
         assert process.stdout is not None
         process.stdout.close()

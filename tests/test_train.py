@@ -111,7 +111,7 @@ def test_the_loss_does_not_depend_on_the_grid(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mesh", ["dp=1", "dp=2,pp=2"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_finishes_the_step_saves_and_exits_0(tmp_path: Path, mesh: str, number: signal.Signals) -> None:
     flags = f"{SMALL} --mesh {mesh} --steps 100000 --out {tmp_path / 'run'}"
     running = launchers.start(flags.split())
@@ -124,6 +124,21 @@ def test_a_signal_finishes_the_step_saves_and_exits_0(tmp_path: Path, mesh: str,
     assert (tmp_path / "run" / f"step-{done:09d}" / "MANIFEST.json").is_file()
     if mesh != "dp=1":
         launchers.assert_gone(running.rank_pids)
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=2,pp=2"])
+@pytest.mark.parametrize("numbers", [[signal.SIGHUP, signal.SIGHUP], []], ids=["hangup", "reader_left"])
+def test_a_run_whose_output_is_gone_saves_before_it_ends(tmp_path: Path, mesh: str, numbers: list[int]) -> None:
+    """The broken pipe ended it before the save."""
+    out = tmp_path / "run"
+    running = launchers.start(f"{SMALL} --mesh {mesh} --steps 100000 --out {out}".split())
+    assert running.read_until("step 3/100000")
+    running.out.close()
+    for number in numbers:
+        os.kill(running.pid, number)
+    assert running.wait() == (0 if numbers else 128 + signal.SIGPIPE)
+    assert len(list(out.glob("step-*/MANIFEST.json"))) == 1
+    assert json.loads((out / "summary.json").read_text())["step"] >= 3
 
 
 @pytest.mark.parametrize("mesh", ["dp=1", "dp=2,pp=2"])
