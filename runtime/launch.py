@@ -32,6 +32,7 @@ from plait.rank import (
     Voice,
     heeded_signals,
     last_line,
+    lost_a_peer,
     run_child,
     set_threads,
 )
@@ -64,7 +65,8 @@ def run_in_place(program: Program, place: Place, view: View) -> int:
         program(Rank(place, emit, stop, started_s))
     except Exception as error:
         voice.close()
-        traceback.print_exc()
+        if not lost_a_peer(error):
+            traceback.print_exc()
         print(f"plait train: rank {place.rank} failed: {last_line(error)}", file=sys.stderr, flush=True)
         return 1
     finally:
@@ -103,6 +105,17 @@ class _Child:
     error: dict[str, Any] | None = None  # what the rank itself said before it left
     last_line: str = ""
     pending: dict[int, bytes] = field(default_factory=dict)  # fd -> an unfinished line
+
+    def turn(self) -> tuple[bool, bool, float]:
+        """Sorts failed ranks by who is the cause: a silent death, an error of its own, a lost peer; by time."""
+        error = self.error or {}
+        return bool(error), error.get("lost_a_peer", False), error.get("monotonic_s", 0.0)
+
+    def follows(self, first: _Child) -> bool:
+        """Whether my error only says that a peer is gone, or repeats what `first` has said."""
+        assert self.error is not None
+        cause = first.error["text"].partition(": ")[2] if first.error else ""
+        return self.error["lost_a_peer"] or (cause != "" and cause in self.error["text"])
 
     def describe(self) -> str:
         """`rank 3 (pid 77) was killed by SIGKILL; its last error: ...`"""
@@ -227,13 +240,24 @@ class _Launcher:
         until = time.monotonic() + SETTLE_S
         while self._running() and (left := until - time.monotonic()) > 0:
             self._poll(left)
-        failed = self._failed()
-        first = min(failed, key=lambda child: (child.error is not None, (child.error or {}).get("monotonic_s", 0.0)))
+        first = min(self._failed(), key=_Child.turn)
         others = self._running()
         self._end_all(KILL_GRACE_S)
+        for child in sorted(self._failed(), key=lambda child: child is not first):
+            self._explain(child, first)
         rest = "; the other ranks were stopped" if others else ""
         self._say(first.describe() + rest)
         return 1
+
+    def _explain(self, child: _Child, first: _Child) -> None:
+        """Prints a traceback, or one line when the error only follows from that of the first."""
+        if child.error is None:
+            return
+        if child is not first and child.follows(first):
+            self.view.line(child.rank, f"stopped, because a peer failed ({child.error['text']})")
+            return
+        for line in child.error["traceback"].splitlines():
+            self.view.line(child.rank, line)
 
     def _end_all(self, grace_s: float) -> None:
         """Ends every rank: SIGTERM, after the grace SIGKILL; returns when all are reaped and their logs are read."""

@@ -21,6 +21,8 @@ from typing import Any, Protocol
 import torch
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# What gloo's transport says when the other end is gone (gloo/transport/tcp/pair.cc); NCCL and stores raise DistError.
+PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport")
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 GROUP_TIMEOUT_S = 600.0  # a peer that dies is noticed at once; this bounds one that hangs
 
@@ -178,14 +180,25 @@ def set_threads(local_world_size: int) -> None:
 
 
 def last_line(error: BaseException) -> str:
-    """`ValueError: text`, one line."""
-    return traceback.format_exception_only(error)[-1].strip().replace("\n", " ")
+    """`ValueError: text (note)`, one line."""
+    name = type(error).__qualname__
+    notes = [f"({note})" for note in getattr(error, "__notes__", ())]
+    return " ".join(" ".join([f"{name}: {error}" if str(error) else name, *notes]).split())
+
+
+def lost_a_peer(error: BaseException) -> bool:
+    """Whether an error only says that another rank is gone: what that one says is the cause."""
+    import torch.distributed as dist
+
+    told = isinstance(error, RuntimeError) and any(mark in str(error) for mark in PEER_IS_GONE)
+    return told or isinstance(error, dist.DistError) or (error.__cause__ is not None and lost_a_peer(error.__cause__))
 
 
 def run_child(
     program: Program, place: Place, started_s: float, launcher: int, port: int, listen_fd: int, event_fd: int
 ) -> int:
-    """The life of a forked rank: dies with the launcher, reports its error as an event. Returns its exit code."""
+    """The life of a forked rank: dies with the launcher, reports its error as an event, and leaves it to the launcher
+    to print the one that is the cause. Returns its exit code."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl PR_SET_PDEATHSIG")
     if os.getppid() != launcher:  # it died before the kernel knew of the bond
@@ -207,8 +220,8 @@ def run_child(
         program(rank)
         return 0
     except BaseException as error:  # reported whatever it is: nobody else will say why this rank ended
-        emit({"kind": "error", "text": last_line(error), "monotonic_s": time.monotonic()})
-        traceback.print_exc()
+        said = {"text": last_line(error), "traceback": traceback.format_exc(), "lost_a_peer": lost_a_peer(error)}
+        emit({"kind": "error", **said, "monotonic_s": time.monotonic()})
         return 1
     finally:
         sys.stdout.flush()

@@ -265,6 +265,66 @@ def test_output_that_cannot_be_written_ends_the_run_after_a_save(tmp_path: Path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["saved-0", "saved-1", "saved-2"]
 
 
+def test_only_the_rank_that_failed_first_prints_its_traceback() -> None:
+    """Every rank printed one, and the cause was somewhere among them."""
+    body = """
+def program(rank):
+    rank.connect()
+    torch.distributed.barrier()
+    if rank.rank == 1:
+        raise ValueError("the weights are blue")
+    torch.distributed.all_reduce(torch.ones(()))
+"""
+    with launched(body) as process:
+        status, out = finish(process)
+    assert status == 1 and out.count("Traceback") == 1, out
+    assert "[rank 1] ValueError: the weights are blue" in out
+    for rank in (0, 2):
+        assert len([line for line in out.splitlines() if line.startswith(f"[rank {rank}]")]) == 1, out
+        assert f"[rank {rank}] stopped, because a peer failed (" in out
+    assert "rank 1 (pid" in out.splitlines()[-1]
+
+
+def test_one_error_on_all_ranks_is_printed_once() -> None:
+    body = "def program(rank):\n    raise RuntimeError('the loss is nan')\n"
+    with launched(body) as process:
+        status, out = finish(process)
+    assert status == 1 and out.count("Traceback") == 1, out
+    assert out.count("stopped, because a peer failed (RuntimeError: the loss is nan)") >= 1
+
+
+def test_another_error_of_another_rank_is_not_lost() -> None:
+    body = """
+def program(rank):
+    print("up", rank.rank)
+    while not rank.stop.requested and rank.rank == 2:
+        time.sleep(0.01)
+    if rank.rank == 2:
+        raise KeyError("green")
+    if rank.rank == 1:
+        raise ValueError("the weights are blue")
+    hang()
+"""
+    with launched(body) as process:
+        status, out = finish(process)
+    assert status == 1 and out.count("Traceback") == 2, out
+    assert "[rank 1] ValueError: the weights are blue" in out and "[rank 2] KeyError: 'green'" in out
+    assert "rank 1 (pid" in out.splitlines()[-1]
+
+
+def test_the_last_error_is_the_error_and_not_a_note_added_to_it() -> None:
+    body = """
+def program(rank):
+    error = ValueError("the weights\\nare blue")
+    error.add_note("and closing failed")
+    raise error
+"""
+    with launched(body, world=1) as process:
+        status, out = finish(process)
+    assert status == 1
+    assert "its last error: ValueError: the weights are blue (and closing failed)" in out.splitlines()[-1]
+
+
 def test_a_rank_that_does_not_stop_in_time_is_killed() -> None:
     with launched("def program(rank):\n    print('up', rank.rank)\n    hang()\n", bound=0.1) as process:
         pids = pids_of(read_until(process, ["ranks: pids", "up 0", "up 1", "up 2"]))
