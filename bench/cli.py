@@ -1,6 +1,7 @@
 """`plait bench`: lists the suites, runs them, writes one JSON file a suite and prints one table.
 
-Exit codes: 0 measured, 2 usage, 4 a provider computed a wrong result (then no number is printed for its case).
+Exit codes: 0 measured, 1 a case could not be measured, 2 usage, 4 a provider computed a wrong result (then no number
+is printed for its case). A case that fails takes no other with it: the table and the file say why it has no numbers.
 """
 
 from __future__ import annotations
@@ -8,11 +9,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import shlex
+import signal
 import sys
 from pathlib import Path
 
 from plait.bench import report
-from plait.bench.spec import Options, Suite, WrongResultError
+from plait.bench.spec import Case, CaseResult, Options, Suite, WrongResultError
 
 # suite -> module that holds its SUITE; imported only when it runs
 SUITES = {
@@ -51,20 +53,38 @@ def load(name: str) -> Suite:
     return suite
 
 
-def run_suite(suite: Suite, options: Options, only: str, command: str, folder: Path | None) -> None:
-    """Measures the suite's cases one by one, shows where it is on stderr, prints the table, writes the file."""
+def measured(suite: Suite, case: Case, options: Options) -> tuple[CaseResult, int]:
+    """Returns the case's result and exit code; a failure is a result without numbers that says what went wrong."""
+    try:
+        return suite.measure(case, options), 0
+    except WrongResultError as error:
+        text, code = f"wrong result: {error}", 4
+    except (OSError, RuntimeError, ValueError) as error:
+        text, code = f"{type(error).__name__}: {error}", 1
+    print(f"plait bench: {case.name}: {text}", file=sys.stderr, flush=True)
+    return CaseResult(case, "", {}, error=text), code
+
+
+def run_suite(suite: Suite, options: Options, only: str, command: str, folder: Path | None) -> int:
+    """Measures the suite's cases one by one, shows where it is on stderr, prints the table, writes the file.
+
+    Returns the worst exit code of its cases.
+    """
     cases = [case for case in suite.cases(options.full) if only in case.name]
     if not cases:
         raise ValueError(f"--only: no case of suite {suite.name} contains {only!r}")
-    results = []
+    results, worst = [], 0
     for index, case in enumerate(cases):
         print(f"[{suite.name} {index + 1}/{len(cases)}] {case.name}", file=sys.stderr, flush=True)
-        results.append(suite.measure(case, options))
+        result, code = measured(suite, case, options)
+        results.append(result)
+        worst = max(worst, code)
     print(f"\n{suite.name}: {suite.about}\n\n{report.markdown(results)}\n", flush=True)
     if folder is not None:
         path = folder / f"{suite.name}.json"
         report.write_json(path, report.document(suite, results, options, command))
         print(f"written: {path}", file=sys.stderr)
+    return worst
 
 
 def main(argv: list[str]) -> int:
@@ -80,13 +100,14 @@ def main(argv: list[str]) -> int:
     names = ["train"] if args.command == "train" else args.suites or list(SUITES)
     full = args.full or args.command == "train"
     options = Options(full=full) if args.rounds is None else Options(full=full, rounds=args.rounds)
+    # A suite's temporary folder goes by the way of an exception; SIGTERM alone would leave it on the disk.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        for name in names:
-            run_suite(load(name), options, args.only, f"plait bench {shlex.join(argv)}", args.json)
+        command = f"plait bench {shlex.join(argv)}"
+        suites = [load(name) for name in names]
+        return max([run_suite(suite, options, args.only, command, args.json) for suite in suites])
     except ValueError as error:
         print(f"plait bench: {error}", file=sys.stderr)
         return 2
-    except WrongResultError as error:
-        print(f"plait bench: wrong result: {error}", file=sys.stderr)
-        return 4
-    return 0
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -21,6 +21,8 @@ Row = list[str]
 
 def rows_of(result: CaseResult) -> list[Row]:
     """Returns one row a provider: case, provider, median ms with its interval, rates, ratio to ours, figures."""
+    if result.error:
+        return [[result.case.name, "-", "-", "-", "-", f"failed: {result.error.splitlines()[0]}"]]
     ours = result.providers[result.ours].samples_s
     rows = []
     for name, measured in result.providers.items():

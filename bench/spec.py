@@ -55,12 +55,16 @@ class Measured:
 
 @dataclass
 class CaseResult:
-    """One case with all its providers; `ours` names the provider that ratios are taken against."""
+    """One case with all its providers; `ours` names the provider that ratios are taken against.
+
+    `error` says why the case has no numbers; it then has no providers.
+    """
 
     case: Case
     ours: str
     providers: dict[str, Measured]
     note: str = ""
+    error: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain data for the result file."""

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -125,4 +130,33 @@ def test_wrong_result_prints_no_number_and_exits_4(monkeypatch, capsys):
     monkeypatch.setattr(cli, "load", lambda name: Suite("s", "about", lambda full: [Case("c", {})], wrong))
     assert cli.main(["run", "train"]) == 4
     captured = capsys.readouterr()
-    assert "wrong result: peer" in captured.err and "ms" not in captured.out
+    assert "wrong result: peer" in captured.err and "ms" not in captured.out.replace("ms, median", "")
+
+
+def test_a_case_that_fails_takes_no_other_with_it(monkeypatch, capsys, tmp_path):
+    def measure(case: Case, options: Options) -> CaseResult:
+        if case.name == "bad":
+            raise OSError(28, "No space left on device")
+        return fake_result()
+
+    suite = Suite("s", "about", lambda full: [Case("bad", {}), Case("c", {"n": 3})], measure)
+    monkeypatch.setattr(cli, "load", lambda name: suite)
+    assert cli.main(["run", "s", "--json", str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert "failed: OSError: [Errno 28] No space left" in captured.out and "2.00 GFLOP/s" in captured.out
+    cases = json.loads((tmp_path / "s.json").read_text())["cases"]
+    assert [case["error"] for case in cases] == ["OSError: [Errno 28] No space left on device", ""]
+    assert cases[1]["providers"]["ours"]["samples_s"] == [0.5, 0.5, 0.5]
+
+
+def test_a_terminated_bench_leaves_no_folder(tmp_path):
+    """SIGTERM while the snapshots suite holds its state on the disk."""
+    command = [sys.executable, "-P", "-m", "plait", "bench", "run", "snapshots", "--rounds", "100"]
+    process = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)}, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("plait-bench-*/*")):
+        assert process.poll() is None and time.monotonic() < deadline, "the suite made no folder"
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(120) == 128 + signal.SIGTERM
+    assert not list(tmp_path.glob("plait-bench-*"))
