@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,6 +27,8 @@ from plait.ckpt.folders import (
     next_generation,
     publish,
     remove_folder,
+    remove_part,
+    remove_shared,
     step_folders,
     step_name,
 )
@@ -50,6 +52,7 @@ from plait.ckpt.manifest import (
 from plait.ckpt.tables import build_table, check_covered, merge_objects
 
 BLOCK_BYTES = 4 << 20  # one CRC32C each; what a reader must take as a whole
+BURY_S = 2.0  # how long a failed attempt waits for ranks to read why; they look every 0.1 s
 _POLL_S = (0.002, 0.1)  # first and longest pause between two looks at the folder
 
 T = TypeVar("T")
@@ -134,10 +137,13 @@ def free_space(io: _C.Io, path: Path) -> int:
 
 
 def post_error(writer: Writer, attempt: str, text: str) -> None:
-    """Tells the coordinator that this rank failed. The folder may be gone already."""
+    """Gives back the space of this rank's part, then tells the coordinator that it failed: the rank's last word."""
     folder = attempt_folder(writer.root, attempt)
     make_folder(writer.io, folder)
-    announce(writer.io, folder / f"r{writer.rank:05d}.error", text.encode())
+    try:
+        remove_part(writer.io, folder, writer.rank)
+    finally:
+        announce(writer.io, folder / f"r{writer.rank:05d}.error", text.encode())
 
 
 def coordinate(writer: Writer, attempt: str, step: int, lock: RootLock, run: str, grid: Mapping[str, int]) -> Path:
@@ -215,17 +221,37 @@ def _collect(writer: Writer, folder: Path, attempt: str, step: int) -> tuple[lis
 
 
 def abort(writer: Writer, attempt: str, text: str) -> None:
-    """Coordinator: ends an attempt, tells the other ranks why, and gives the space back."""
+    """Coordinator: ends an attempt, gives the space back, and tells the other ranks why, also those still to come."""
     folder = attempt_folder(writer.root, attempt)
-    if not folder.is_dir():
-        return
     if writer.world_size == 1:
-        remove_folder(writer.io, folder)
+        if folder.is_dir():
+            remove_folder(writer.io, folder)
         return
-    for name in sorted(os.listdir(folder)):
-        if name.endswith(".safetensors"):
-            _C.unlink(writer.io, folder / name)
-    announce(writer.io, folder / ABORT, text.encode())
+    make_folder(writer.io, folder)
+    try:
+        remove_part(writer.io, folder, writer.rank)
+        for name in sorted(os.listdir(folder)):
+            if name.endswith((".safetensors", ".json")):
+                remove_shared(writer.io, folder / name)
+    finally:
+        announce(writer.io, folder / ABORT, text.encode())
+
+
+def bury(writer: Writer, folder: Path) -> bool:
+    """Coordinator: removes an aborted attempt once no other rank will touch it again, because each has left an error
+    or has read why. False when they did not within BURY_S, or the disk did not let it: the next owner removes it."""
+
+    def past() -> bool | None:
+        there = set(os.listdir(folder))
+        words = ({f"r{rank:05d}.error", f"r{rank:05d}.ok"} for rank in range(1, writer.world_size))
+        return True if all(there & word for word in words) else None
+
+    try:
+        replace(writer, timeout_s=BURY_S).wait(past, lambda: f"'{folder}' is still in use")
+        remove_folder(writer.io, folder)
+    except (SnapshotError, OSError):
+        return False
+    return True
 
 
 def await_commit(writer: Writer, attempt: str, step: int) -> Path:
@@ -235,7 +261,7 @@ def await_commit(writer: Writer, attempt: str, step: int) -> Path:
     def look() -> Path | None:
         if (folder / ABORT).is_file():
             text = _C.read_small(writer.io, folder / ABORT, MAX_JSON_BYTES).decode(errors="replace")
-            raise SnapshotError(text)
+            raise _leave(writer, folder, SnapshotError(text))
         if folder.is_dir():
             return None
         for found in step_folders(writer.root):
@@ -247,6 +273,16 @@ def await_commit(writer: Writer, attempt: str, step: int) -> Path:
         return f"rank 0 did not commit step {step} within {2 * writer.timeout_s:g} s ('{folder}')"
 
     return writer.wait(look, late, limits=2)  # rank 0 may itself wait one limit for a dead rank, and then names it
+
+
+def _leave(writer: Writer, folder: Path, error: SnapshotError) -> SnapshotError:
+    """Takes back this rank's part of an aborted attempt; says that the rank will not touch it again."""
+    try:
+        remove_part(writer.io, folder, writer.rank)
+        _C.write_small(writer.io, folder / f"r{writer.rank:05d}.ok", b"", exclusive=False)
+    except OSError as later:
+        error.add_note(f"and its part could not be removed: {later}")
+    return error
 
 
 def read_attempt(io: _C.Io, folder: Path) -> str | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from plait import _C
-from plait.ckpt.manifest import MANIFEST
+from plait.ckpt.manifest import MANIFEST, data_name, fragment_name
 
 LATEST = "LATEST"
 ABORT = "abort.error"
@@ -104,6 +104,27 @@ def remove_folder(io: _C.Io, path: Path) -> None:
     except OSError as error:
         if error.errno != errno.ENOTEMPTY:
             raise
+
+
+def session_attempts(root: Path, session: str) -> list[Path]:
+    """Returns the attempt folders of one launch, by name."""
+    return sorted(root.glob(f".tmp-[0-9]*-{session}-*"))
+
+
+def remove_part(io: _C.Io, folder: Path, rank: int) -> None:
+    """Removes what a rank wrote into an attempt that will not be committed."""
+    for name in (data_name(rank), fragment_name(rank)):
+        for path in (folder / name, folder / (name + PART)):
+            if path.exists():
+                remove_shared(io, path)
+
+
+def remove_shared(io: _C.Io, path: Path) -> None:
+    """Removes a file of a failed attempt, which its rank and the coordinator both clear away."""
+    try:
+        _C.unlink(io, path)
+    except FileNotFoundError:  # the other one was faster
+        pass
 
 
 def remove_step(io: _C.Io, folder: StepFolder, session: str) -> None:

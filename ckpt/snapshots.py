@@ -20,9 +20,9 @@ from typing import Any
 from plait import _C
 from plait.ckpt.agree import Agreement
 from plait.ckpt.capture import Captured, Capturer
-from plait.ckpt.commit import Writer, abort, await_commit, coordinate, post_error, publish_latest, write_part
+from plait.ckpt.commit import Writer, abort, await_commit, bury, coordinate, post_error, publish_latest, write_part
 from plait.ckpt.errors import SnapshotError
-from plait.ckpt.folders import collect_garbage, parse_step, publish, remove_folder
+from plait.ckpt.folders import collect_garbage, parse_step, publish, remove_folder, session_attempts
 from plait.ckpt.handle import Handle
 from plait.ckpt.keep import Policy, retain
 from plait.ckpt.lock import RootLock
@@ -119,7 +119,7 @@ class Snapshots:
             captured = self._capturer.capture(flatten(state))
         except BaseException as error:
             if self.world_size > 1:
-                self._tell(self._attempt(handle), error)
+                (self._tell if self.rank else self._abort)(self._attempt(handle), error)
             raise
         handle.began, handle.waited_s, handle.nbytes = began, waited_s, captured.num_bytes
         self._start_thread()
@@ -172,6 +172,10 @@ class Snapshots:
         """
         if self._last is not None:
             self._last.settle(timeout_s)
+        if self._lock is not None and (self._last is None or self._last.done()):
+            for path in session_attempts(self.root, self._session):
+                if not bury(self._writer, path):
+                    break
         self._stop.set()
         if self._thread is not None:
             self._jobs.put(None)
@@ -282,7 +286,7 @@ class Snapshots:
         assert written is not None
         retain(self._io, self.root, self.policy, written, self._run, self._session)
         self._agreement.clear()
-        for path in self.root.glob(f".tmp-[0-9]*-{self._session}-*"):
+        for path in session_attempts(self.root, self._session):
             if int(path.name.rpartition("-")[2]) < sequence:
                 remove_folder(self._io, path)
 

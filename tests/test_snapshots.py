@@ -14,6 +14,7 @@ import time
 import pytest
 import torch
 
+from plait import _C
 from plait.ckpt import PerRank, Sharded, SnapshotError, SnapshotLocked, Snapshots, StateError, optimizer_state
 from plait.ckpt.compare import compare
 from plait.ckpt.interop import assemble, export
@@ -513,6 +514,79 @@ def test_after_a_failed_attempt_the_next_one_works_and_tidies_up(tmp_path):
 
     on_ranks(2, save)
     assert sorted(n for n in os.listdir(tmp_path) if n.startswith((".tmp", "step"))) == ["step-000000002"]
+
+
+@pytest.mark.parametrize("victims", [(1,), (0,), (0, 1, 2)])
+def test_a_full_disk_leaves_no_attempt_behind(tmp_path, victims):
+    """Fragments of the other ranks, and the abort, once stayed until the next start: 200 KB at eight ranks."""
+
+    def save(rank):
+        io = failing("fallocate", 28) if rank in victims else None
+        snapshots = Snapshots(tmp_path, rank=rank, world_size=3, session=9, timeout_s=30, io=io)
+        with pytest.raises((SnapshotError, OSError), match="fallocate"):
+            snapshots.save(1, {"w": torch.zeros(1_000_000)}).wait()
+        snapshots.close()
+
+    on_ranks(3, save)
+    assert sorted(os.listdir(tmp_path)) == ["LOCK", "RUN.json"]
+
+
+def test_a_fragment_that_finds_no_room_makes_room_for_its_error(tmp_path):
+    """The data fits and the fragment does not: the rank gives its data back before it says so."""
+    ops = _C.FaultIo([])
+    ios = [_C.FaultIo([]), ops]
+
+    def save(rank, first_full):
+        io = _C.FaultIo([(first_full, "errno", 28)]) if first_full is not None and rank == 1 else ios[rank]
+        root = tmp_path / str(first_full)
+        snapshots = Snapshots(root, rank=rank, world_size=2, session=9, timeout_s=30, threads=1, io=io)
+        if first_full is None:
+            snapshots.save(1, {"w": torch.zeros(1_000_000)}).wait()
+        else:
+            with pytest.raises((SnapshotError, OSError), match="r00001.json.part"):
+                snapshots.save(1, {"w": torch.zeros(1_000_000)}).wait()
+        snapshots.close()
+        return list(io.ops)
+
+    counted = on_ranks(2, lambda rank: save(rank, None))[1]
+    full = next(i for i, (name, path) in enumerate(counted) if name == "pwrite" and "r00001.json.part" in path)
+    done = on_ranks(2, lambda rank: save(rank, full))[1][full + 1 :]
+    freed = next(i for i, (name, path) in enumerate(done) if name == "unlink" and path.endswith("r00001.safetensors"))
+    said = next(i for i, (name, path) in enumerate(done) if "r00001.error" in path)
+    assert freed < said
+    assert sorted(os.listdir(tmp_path / str(full))) == ["LOCK", "RUN.json"]
+
+
+def test_a_rank_that_comes_late_to_a_failed_attempt_still_learns_why(tmp_path):
+    """What is left of the attempt waits for it."""
+    failed = threading.Event()
+
+    def save(rank):
+        if rank == 2:
+            assert failed.wait(30)
+        io = failing("fallocate", 28) if rank == 0 else None
+        snapshots = Snapshots(tmp_path, rank=rank, world_size=3, session=9, timeout_s=30, io=io)
+        with pytest.raises((SnapshotError, OSError), match="fallocate"):
+            snapshots.save(1, {"w": torch.zeros(1_000_000)}).wait()
+        snapshots.close()
+        if rank == 0:
+            assert os.listdir(next(tmp_path.glob(".tmp-1-*")))
+            failed.set()
+
+    on_ranks(3, save)
+
+
+def test_a_state_that_rank_0_alone_refuses_is_told_to_the_others(tmp_path):
+    """They waited for two time limits, 20 minutes."""
+
+    def save(rank):
+        snapshots = Snapshots(tmp_path, rank=rank, world_size=2, session=9, timeout_s=20)
+        with pytest.raises(SnapshotError, match="a set, which cannot be stored"):
+            snapshots.save(1, {"x": {1} if rank == 0 else 1}).wait()
+        snapshots.close()
+
+    on_ranks(2, save)
+    assert sorted(os.listdir(tmp_path)) == ["LOCK", "RUN.json"]
 
 
 def test_each_rank_gets_its_own_generator_back(tmp_path):
