@@ -7,17 +7,14 @@ the plain path, and everything runs Triton when the process was started with TRI
 from plait.kernels.attention_plain import attention_ref
 from plait.kernels.dropout_op import dropout, dropout_ref
 from plait.kernels.embed import embedding, embedding_ref, embedding_wgrad
+from plait.kernels.entropy import cross_entropy, cross_entropy_ref, merge_stats, token_loss
 from plait.kernels.flash import attention
 from plait.kernels.gated import swiglu, swiglu_ref
 from plait.kernels.loss import (
-    cross_entropy,
-    cross_entropy_ref,
     linear_cross_entropy,
     linear_cross_entropy_grad,
     linear_cross_entropy_ref,
     linear_cross_entropy_stats,
-    merge_stats,
-    token_loss,
 )
 from plait.kernels.matmul import (
     linear,

@@ -1,47 +1,28 @@
-"""cross_entropy and linear_cross_entropy: head matmul and loss in chunks of tokens, for vocabulary shards too.
+"""linear_cross_entropy: head matmul and loss in chunks of tokens, for vocabulary shards too.
 
-Per token, with s = softcap(logits), lse = log sum exp(s), t the target, V all classes:
-    loss = lse - (1 - label_smoothing) * s_t - label_smoothing * mean(s) + z_loss * lse^2
-    dloss/ds_j = p_j * (1 + 2 * z_loss * lse) - (1 - label_smoothing) * [j = t] - label_smoothing / V
-An ignored token has loss 0 and no gradient; "mean" divides by the tokens that count, and is 0 when there are none
-(torch gives NaN). The target's logit and the log-sum-exp come from the same product, so the loss without smoothing
-is never negative. Statistics and the weight gradient are fp32 (fp64 for fp64); at most `_CHUNK_ELEMENTS` logits
-exist at a time, and none is stored for backward.
+The loss is entropy.py's. The target's logit and the log-sum-exp come from the same product, so the loss without
+smoothing is never negative. The weight gradient is fp32 (fp64 for fp64); at most `_CHUNK_ELEMENTS` logits exist at a
+time, and none is stored for backward.
 """
-
-from collections.abc import Callable
 
 import torch
 
+from plait.kernels.entropy import (
+    AllReduce,
+    capped,
+    check_options,
+    cross_entropy_ref,
+    merge_stats,
+    plain_grad,
+    plain_stats,
+    reduce_losses,
+    stats_like,
+    token_loss,
+)
 from plait.kernels.launch import check, check_device, check_floating, compute_dtype, register
 
-AllReduce = Callable[[torch.Tensor, str], torch.Tensor]
 # Logits that exist at one time: 2^24 is 64 MiB in fp32, small beside the weight of a 128k vocabulary (derived).
 _CHUNK_ELEMENTS = 1 << 24
-_REDUCTIONS = ("mean", "sum", "none")
-
-
-def cross_entropy_ref(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float = 0.0,
-    reduction: str = "mean",
-) -> torch.Tensor:
-    """The oracle; differentiable by torch."""
-    s = logits.to(compute_dtype(logits.dtype))
-    if softcap:
-        s = softcap * torch.tanh(s / softcap)
-    counts = target != ignore_index
-    lse = torch.logsumexp(s, dim=-1)
-    hit = s.gather(-1, target.masked_fill(~counts, 0).unsqueeze(-1)).squeeze(-1)
-    loss = lse - (1.0 - label_smoothing) * hit + z_loss * lse.square()
-    if label_smoothing:
-        loss = loss - label_smoothing * s.mean(-1)
-    return _reduce(torch.where(counts, loss, 0.0), counts, reduction)
 
 
 def linear_cross_entropy_ref(
@@ -50,54 +31,6 @@ def linear_cross_entropy_ref(
     """The oracle of linear_cross_entropy on one whole vocabulary; options as `cross_entropy_ref`."""
     dtype = compute_dtype(x.dtype)
     return cross_entropy_ref(x.to(dtype) @ weight.to(dtype).t(), target, **options)  # type: ignore[arg-type]
-
-
-def _reduce(loss: torch.Tensor, counts: torch.Tensor, reduction: str) -> torch.Tensor:
-    if reduction == "none":
-        return loss
-    return loss.sum() if reduction == "sum" else loss.sum() / counts.sum().clamp(min=1)
-
-
-def _capped(logits: torch.Tensor, softcap: float) -> torch.Tensor:
-    """softcap * tanh(logits / softcap), in place."""
-    return logits.div_(softcap).tanh_().mul_(softcap) if softcap else logits
-
-
-def _local_target(target: torch.Tensor, vocab_start: int, num_local: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(column in the shard or 0, whether the target lies in it)."""
-    local = target - vocab_start if vocab_start else target
-    inside = (local >= 0) & (local < num_local)
-    return local.masked_fill(~inside, 0), inside
-
-
-def _stats_of(s: torch.Tensor, target: torch.Tensor, vocab_start: int, out: torch.Tensor) -> torch.Tensor:
-    """Gives out [4, n], now (max, sum of exp(s - max), target's s or 0, sum of s) of rows s[n, V_local], consumed."""
-    top, sum_exp, hit, total = out.unbind(0)
-    column, inside = _local_target(target, vocab_start, s.shape[1])
-    hit.copy_(s.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill_(~inside, 0.0))
-    torch.sum(s, 1, out=total)
-    torch.amax(s, 1, out=top)
-    # A row of -inf only: exp(-inf - lowest) = 0 where -inf - -inf would be NaN.
-    s.sub_(top.clamp(min=torch.finfo(s.dtype).min).unsqueeze(1)).exp_()
-    torch.sum(s, 1, out=sum_exp)
-    return out
-
-
-def _grad_of(
-    s: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, dloss: torch.Tensor, vocab_start: int,
-    num_classes: int, label_smoothing: float, z_loss: float, softcap: float,
-) -> torch.Tensor:  # fmt: skip
-    """dloss/dlogits of rows s[n, V_local] after the softcap; s is consumed."""
-    column, inside = _local_target(target, vocab_start, s.shape[1])
-    slope = 1.0 - (s / softcap).square_() if softcap else None
-    grad = s.sub_(lse.unsqueeze(1)).exp_()
-    if z_loss:
-        grad.mul_((1.0 + 2.0 * z_loss * lse).unsqueeze(1))
-    if label_smoothing:
-        grad.sub_(label_smoothing / num_classes)
-    grad.scatter_add_(1, column.unsqueeze(1), (inside.to(s.dtype) * (label_smoothing - 1.0)).unsqueeze(1))
-    grad.mul_(dloss.unsqueeze(1))
-    return grad if slope is None else grad.mul_(slope)
 
 
 def _chunks(num_rows: int, num_local: int) -> list[slice]:
@@ -121,8 +54,8 @@ def head_stats(
     """`linear_cross_entropy_stats` without checks: for code that has a backward of its own."""
     stats = torch.empty(4, x.shape[0], dtype=compute_dtype(x.dtype), device=x.device)
     for rows in _chunks(x.shape[0], weight.shape[0]):
-        s = _capped(_logits(x[rows], weight), softcap)
-        _stats_of(s, target[rows], vocab_start, stats[:, rows])
+        s = capped(_logits(x[rows], weight), softcap)
+        plain_stats(s, target[rows], vocab_start, stats[:, rows])
     return stats
 
 
@@ -134,8 +67,8 @@ def head_grad(
     """dx (empty without need_dx), without checks or graph; adds into dweight in its own dtype."""
     dx = torch.empty_like(x) if need_dx else x.new_empty(0)
     for rows in _chunks(x.shape[0], weight.shape[0]):
-        s = _capped(_logits(x[rows], weight), softcap)
-        grad = _grad_of(
+        s = capped(_logits(x[rows], weight), softcap)
+        grad = plain_grad(
             s, target[rows], lse[rows], dloss[rows], vocab_start, num_classes, label_smoothing, z_loss, softcap
         )
         narrow = grad.to(x.dtype)
@@ -150,29 +83,10 @@ def head_grad(
     return dx
 
 
-def _ce_kernel(logits: torch.Tensor, target: torch.Tensor, softcap: float) -> torch.Tensor:
-    """[4, N]: max, sum_exp, target logit, logit sum of given logits [N, V]."""
-    wide = logits.to(compute_dtype(logits.dtype), copy=True)
-    return _stats_of(_capped(wide, softcap), target, 0, _stats_like(wide))
-
-
-def _ce_grad_kernel(
-    logits: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, dloss: torch.Tensor,
-    label_smoothing: float, z_loss: float, softcap: float,
-) -> torch.Tensor:  # fmt: skip
-    s = _capped(logits.to(lse.dtype, copy=True), softcap)
-    grad = _grad_of(s, target, lse, dloss, 0, logits.shape[1], label_smoothing, z_loss, softcap)
-    return grad.to(logits.dtype)
-
-
-def _stats_like(x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty((4, x.shape[0]), dtype=compute_dtype(x.dtype))
-
-
 _stats = register(
     "linear_cross_entropy_stats(Tensor x, Tensor weight, Tensor target, int vocab_start, float softcap) -> Tensor",
     head_stats,
-    lambda x, weight, target, vocab_start, softcap: _stats_like(x),
+    lambda x, weight, target, vocab_start, softcap: stats_like(x),
 )
 _grad = register(
     "linear_cross_entropy_grad(Tensor x, Tensor weight, Tensor target, Tensor lse, Tensor dloss,"
@@ -181,44 +95,6 @@ _grad = register(
     head_grad,
     lambda x, *args: x.new_empty(x.shape if args[-1] else (0,)),
 )
-_ce_stats = register(
-    "cross_entropy_stats(Tensor logits, Tensor target, float softcap) -> Tensor",
-    _ce_kernel,
-    lambda logits, target, softcap: _stats_like(logits),
-)
-_ce_grad = register(
-    "cross_entropy_grad(Tensor logits, Tensor target, Tensor lse, Tensor dloss, float label_smoothing, float z_loss,"
-    " float softcap) -> Tensor",
-    _ce_grad_kernel,
-    lambda logits, *args: logits.new_empty(logits.shape),
-)
-
-
-def merge_stats(stats: torch.Tensor, all_reduce: AllReduce | None = None) -> tuple[torch.Tensor, ...]:
-    """(lse, target logit, logit sum) per token of the whole vocabulary from a shard's stats [4, N].
-
-    `all_reduce(tensor, "max" | "sum")` combines shards and may work in place; called twice, with [N] and [3, N].
-    """
-    top, sums = stats[0], stats[1:]
-    if all_reduce is not None:
-        full = all_reduce(top.clone(), "max")
-        scale = torch.where(top == full, 1.0, torch.exp(top - full))
-        sums = all_reduce(torch.cat(((sums[0] * scale).unsqueeze(0), sums[1:])), "sum")
-        top = full
-    return top + sums[0].log(), sums[1], sums[2]
-
-
-def token_loss(
-    lse: torch.Tensor, hit: torch.Tensor, total: torch.Tensor, counts: torch.Tensor, *,
-    num_classes: int, label_smoothing: float = 0.0, z_loss: float = 0.0,
-) -> torch.Tensor:  # fmt: skip
-    """The loss per token of `merge_stats`; 0 where `counts` is False."""
-    loss = lse - (1.0 - label_smoothing) * hit
-    if label_smoothing:
-        loss = loss - (label_smoothing / num_classes) * total
-    if z_loss:
-        loss = loss + z_loss * lse.square()
-    return torch.where(counts, loss, 0.0)
 
 
 def linear_cross_entropy_stats(
@@ -272,33 +148,6 @@ def _check(op: str, x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor)
     )
 
 
-def _check_options(op: str, label_smoothing: float, softcap: float, reduction: str) -> None:
-    check(reduction in _REDUCTIONS, lambda: f"{op}: reduction {reduction!r}; expected one of {_REDUCTIONS}")
-    check(0.0 <= label_smoothing <= 1.0, lambda: f"{op}: label_smoothing is {label_smoothing}; expected 0 to 1")
-    check(softcap >= 0.0, lambda: f"{op}: softcap is {softcap}; expected >= 0 (0 is off)")
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """Saves logits and target (the caller's) and lse: 4 bytes per token."""
-
-    @staticmethod
-    def forward(ctx, logits, target, ignore_index, label_smoothing, z_loss, softcap):
-        lse, hit, total = merge_stats(_ce_stats(logits, target, softcap))
-        counts = target != ignore_index
-        ctx.save_for_backward(logits, target, lse, counts)
-        ctx.options = (label_smoothing, z_loss, softcap)
-        num_classes = logits.shape[1]
-        return token_loss(
-            lse, hit, total, counts, num_classes=num_classes, label_smoothing=label_smoothing, z_loss=z_loss
-        )
-
-    @staticmethod
-    def backward(ctx, dloss):
-        logits, target, lse, counts = ctx.saved_tensors
-        dloss = torch.where(counts, dloss, 0.0)
-        return _ce_grad(logits, target, lse, dloss, *ctx.options), None, None, None, None, None
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     """Saves x, weight, target (the caller's) and lse: 4 bytes per token. dx is the shard's partial."""
 
@@ -326,35 +175,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dx, None if dweight is None else dweight.to(weight.dtype), None, None, None, None, None, None
 
 
-def cross_entropy(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float = 0.0,
-    reduction: str = "mean",
-) -> torch.Tensor:
-    """Cross entropy of `logits[..., V]` with int64 `target[...]`, in fp32 (fp64); "none" gives a loss per token.
-
-    Saves 4 bytes per token. Raises TypeError on dtypes, ValueError on shapes, devices and options.
-    """
-    check_floating("cross_entropy", logits=logits)
-    check_device("cross_entropy", logits, target=target)
-    if target.dtype is not torch.int64:
-        raise TypeError(f"cross_entropy: target is {target.dtype}; expected torch.int64")
-    check(
-        logits.shape[:-1] == target.shape,
-        lambda: f"cross_entropy: logits {tuple(logits.shape)} and target {tuple(target.shape)} do not fit",
-    )
-    _check_options("cross_entropy", label_smoothing, softcap, reduction)
-    flat = target.reshape(-1)
-    rows = logits.reshape(flat.numel(), logits.shape[-1])
-    loss = _CrossEntropy.apply(rows, flat, ignore_index, label_smoothing, z_loss, softcap).view(target.shape)
-    return _reduce(loss, target != ignore_index, reduction)
-
-
 def linear_cross_entropy(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -376,7 +196,7 @@ def linear_cross_entropy(
     summed by the caller. Saves 4 bytes per token. Errors as `cross_entropy`.
     """
     _check("linear_cross_entropy", x, weight, target)
-    _check_options("linear_cross_entropy", label_smoothing, softcap, reduction)
+    check_options("linear_cross_entropy", label_smoothing, softcap, reduction)
     check(
         num_classes is not None or all_reduce is None or label_smoothing == 0.0,
         lambda: "linear_cross_entropy: label smoothing over shards needs num_classes",
@@ -386,4 +206,4 @@ def linear_cross_entropy(
         x.reshape(-1, x.shape[-1]), weight, flat, ignore_index, (label_smoothing, z_loss, softcap),
         num_classes or weight.shape[0], vocab_start, all_reduce,
     )  # fmt: skip
-    return _reduce(loss.view(target.shape), target != ignore_index, reduction)
+    return reduce_losses(loss.view(target.shape), target != ignore_index, reduction)
