@@ -106,17 +106,6 @@ class _Child:
     last_line: str = ""
     pending: dict[int, bytes] = field(default_factory=dict)  # fd -> an unfinished line
 
-    def turn(self) -> tuple[bool, bool, float]:
-        """Sorts failed ranks by who is the cause: a silent death, an error of its own, a lost peer; by time."""
-        error = self.error or {}
-        return bool(error), error.get("lost_a_peer", False), error.get("monotonic_s", 0.0)
-
-    def follows(self, first: _Child) -> bool:
-        """Whether my error only says that a peer is gone, or repeats what `first` has said."""
-        assert self.error is not None
-        cause = first.error["text"].partition(": ")[2] if first.error else ""
-        return self.error["lost_a_peer"] or (cause != "" and cause in self.error["text"])
-
     def describe(self) -> str:
         """`rank 3 (pid 77) was killed by SIGKILL; its last error: ...`"""
         assert self.status is not None
@@ -235,29 +224,42 @@ class _Launcher:
         return self.view.status() if self.view.lost and not self.signals else 0
 
     def _fail(self) -> int:
-        """Names the rank that failed first and ends the others. A death by signal comes before errors that ranks
-        report, and those go by their time: peers of a dead rank fail too, a moment later."""
+        """Names the rank that is the cause, with its traceback, and ends the others."""
         until = time.monotonic() + SETTLE_S
         while self._running() and (left := until - time.monotonic()) > 0:
             self._poll(left)
-        first = min(self._failed(), key=_Child.turn)
         others = self._running()
         self._end_all(KILL_GRACE_S)
-        for child in sorted(self._failed(), key=lambda child: child is not first):
-            self._explain(child, first)
+        failed = sorted((c for c in self._failed() if c not in others or c.error), key=self._turn)
+        places: set[str] = set()
+        for child in failed:
+            if child.error is None:
+                continue
+            if child is not failed[0] and self._only_told(child):
+                self.view.line(child.rank, f"stopped, because a peer failed ({child.error['text']})")
+            elif child.error["place"] in places:
+                self.view.line(child.rank, f"failed in the same way ({child.error['text']})")
+            else:
+                for line in child.error["traceback"].splitlines():
+                    self.view.line(child.rank, line)
+            places.add(child.error["place"])
         rest = "; the other ranks were stopped" if others else ""
-        self._say(first.describe() + rest)
+        self._say(failed[0].describe() + rest)
         return 1
 
-    def _explain(self, child: _Child, first: _Child) -> None:
-        """Prints a traceback, or one line when the error only follows from that of the first."""
+    def _turn(self, child: _Child) -> tuple[bool, bool, float]:
+        """Sorts failed ranks, the cause first: a silent death, then an error of its own, then one that it was told;
+        each by time. Peers of a dead rank fail too, a moment later."""
+        error = child.error or {}
+        return bool(error), self._only_told(child), error.get("monotonic_s", 0.0)
+
+    def _only_told(self, child: _Child) -> bool:
+        """Whether its error only says that a peer is gone, or passes on what another rank said."""
         if child.error is None:
-            return
-        if child is not first and child.follows(first):
-            self.view.line(child.rank, f"stopped, because a peer failed ({child.error['text']})")
-            return
-        for line in child.error["traceback"].splitlines():
-            self.view.line(child.rank, line)
+            return False
+        text = child.error["text"]
+        said = [other.error["message"] for other in self._failed() if other.error and other.error["text"] != text]
+        return child.error["lost_a_peer"] or any(message and text.endswith(message) for message in said)
 
     def _end_all(self, grace_s: float) -> None:
         """Ends every rank: SIGTERM, after the grace SIGKILL; returns when all are reaped and their logs are read."""

@@ -194,6 +194,19 @@ def lost_a_peer(error: BaseException) -> bool:
     return told or isinstance(error, dist.DistError) or (error.__cause__ is not None and lost_a_peer(error.__cause__))
 
 
+def error_record(error: BaseException) -> dict[str, Any]:
+    """What the launcher needs to tell the cause from what follows from it; `place` is where it was raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return {
+        "text": last_line(error),
+        "message": " ".join(str(error).split()),
+        "traceback": "".join(traceback.format_exception(error)),
+        "place": f"{frame.filename}:{frame.lineno}",
+        "lost_a_peer": lost_a_peer(error),
+        "monotonic_s": time.monotonic(),
+    }
+
+
 def run_child(
     program: Program, place: Place, started_s: float, launcher: int, port: int, listen_fd: int, event_fd: int
 ) -> int:
@@ -220,8 +233,7 @@ def run_child(
         program(rank)
         return 0
     except BaseException as error:  # reported whatever it is: nobody else will say why this rank ended
-        said = {"text": last_line(error), "traceback": traceback.format_exc(), "lost_a_peer": lost_a_peer(error)}
-        emit({"kind": "error", **said, "monotonic_s": time.monotonic()})
+        emit({"kind": "error", **error_record(error)})
         return 1
     finally:
         sys.stdout.flush()

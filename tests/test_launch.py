@@ -290,7 +290,39 @@ def test_one_error_on_all_ranks_is_printed_once() -> None:
     with launched(body) as process:
         status, out = finish(process)
     assert status == 1 and out.count("Traceback") == 1, out
-    assert out.count("stopped, because a peer failed (RuntimeError: the loss is nan)") >= 1
+    assert out.count("failed in the same way (RuntimeError: the loss is nan)") >= 1
+
+
+def test_one_failure_in_each_rank_s_own_words_is_printed_once() -> None:
+    """A disk that is full for all, each with its own file and size, once filled two screens with tracebacks."""
+    body = "def program(rank):\n    raise OSError(28, f'{rank.rank} bytes are needed', f'r{rank.rank}')\n"
+    with launched(body) as process:
+        status, out = finish(process)
+    assert status == 1 and out.count("Traceback") == 1, out
+    for line in [line for line in out.splitlines() if "failed in the same way" in line]:
+        rank = line[6]
+        assert (
+            line == f"[rank {rank}] failed in the same way (OSError: [Errno 28] {rank} bytes are needed: 'r{rank}')"
+        )
+
+
+def test_a_rank_that_only_passes_on_what_another_said_is_not_the_cause() -> None:
+    """As the coordinator of a save does, which may raise it before the rank that failed."""
+    body = """
+def program(rank):
+    if rank.rank == 0:
+        raise RuntimeError("rank 1 could not write: no room for 7 bytes")
+    while not rank.stop.requested:
+        time.sleep(0.01)
+    if rank.rank == 1:
+        raise ValueError("no room for 7 bytes")
+"""
+    with launched(body) as process:
+        status, out = finish(process)
+    assert status == 1 and out.count("Traceback") == 1, out
+    assert "[rank 1] ValueError: no room for 7 bytes" in out
+    assert "[rank 0] stopped, because a peer failed (RuntimeError: rank 1 could not write: no room for 7" in out
+    assert out.splitlines()[-1].startswith("rank 1 (pid")
 
 
 def test_another_error_of_another_rank_is_not_lost() -> None:
