@@ -74,8 +74,7 @@ def _fail(as_json: bool, code: int, error: BaseException) -> int:
 
 
 def _list(arguments: argparse.Namespace) -> tuple[int, Any, list[str]]:
-    if not arguments.root.is_dir():
-        raise FileNotFoundError(f"'{arguments.root}' is not a folder")
+    _need_folder(arguments.root)
     rows = [_row(folder) for folder in step_folders(arguments.root)]
     left = [path.name for path in leftovers(arguments.root, _NO_SESSION)]
     if not rows and not left and not (arguments.root / RUN).is_file():
@@ -99,6 +98,11 @@ def _list(arguments: argparse.Namespace) -> tuple[int, Any, list[str]]:
     return code, {"root": str(arguments.root), "snapshots": rows, "leftovers": left, "owner": owner}, lines
 
 
+def _need_folder(path: Path) -> None:
+    if not path.is_dir():
+        raise FileNotFoundError(f"'{path}' is not a folder")
+
+
 def _row(folder: StepFolder) -> dict[str, Any]:
     row: dict[str, Any] = {"name": folder.path.name, "step": folder.step}
     try:
@@ -110,6 +114,7 @@ def _row(folder: StepFolder) -> dict[str, Any]:
 
 
 def _verify(arguments: argparse.Namespace) -> tuple[int, Any, list[str]]:
+    _need_folder(arguments.path)
     one = parse_step(arguments.path.absolute())
     folders = [one] if one is not None else step_folders(arguments.path)
     folders = [f for f in folders if arguments.step is None or f.step == arguments.step]
@@ -153,6 +158,8 @@ def check_snapshot(folder: Path) -> tuple[list[str], int]:
 
 def _diff(arguments: argparse.Namespace) -> tuple[int, Any, list[str]]:
     folders = [find_snapshot(arguments.a), find_snapshot(arguments.b)]
+    for folder in folders:
+        _need_folder(folder)
     a, b = (SnapshotReader(folder) for folder in folders)
     found = list(compare(a, b))
     lines = [f"{d.name}: {d.text}" for d in found]

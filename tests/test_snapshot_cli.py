@@ -177,6 +177,13 @@ def test_ls_of_a_run_without_a_snapshot_says_so(tmp_path, capsys):
     assert "no snapshot yet" in capsys.readouterr().out
 
 
+def test_a_snapshot_that_is_not_there_is_a_usage_error_and_no_damage(run, capsys):
+    """A mistyped step once read as a damaged snapshot, with exit code 1."""
+    for arguments in (("verify", run / "step-000000009"), ("diff", run, run / "step-000000009")):
+        code, report = answer(capsys, *arguments)
+        assert code == 2 and report["error"] == f"'{run / 'step-000000009'}' is not a folder"
+
+
 def test_a_verified_copy_is_as_good_as_the_original(run, tmp_path, capsys):
     copy = tmp_path / "elsewhere" / "step-000000002"
     shutil.copytree(run / "step-000000002", copy)
