@@ -9,8 +9,8 @@ then the left operand of their products as they are.
 import triton
 import triton.language as tl
 
-from plait.kernels.flash_forward import bound_scores, find_tile, key_range, load_rows, store_rows, visible
-from plait.kernels.philox import philox_keep, philox_load_key
+from plait.kernels.flash_forward import find_tile, keep_tile, key_range, load_rows, score_tile, store_rows, visible
+from plait.kernels.philox import philox_load_key
 
 
 @triton.jit
@@ -37,38 +37,62 @@ def attention_delta_kernel(
 
 
 @triton.jit
-def load_lse(lse_ptr, rows, num_rows):
-    """lse in base 2; +inf for rows that see nothing or do not exist, so that their probabilities are 0."""
-    lse = tl.load(lse_ptr + rows, mask=rows < num_rows, other=float("-inf"))
-    return tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+def load_stats(lse_ptr, delta_ptr, rows, num_rows):
+    """(lse in base 2, delta); +inf and 0 for rows that see nothing or do not exist: their probabilities are 0.
+
+    Such a row drops the gradient of its lse whatever it is.
+    """
+    exists = rows < num_rows
+    lse = tl.load(lse_ptr + rows, mask=exists, other=float("-inf"))
+    dead = lse == float("-inf")
+    delta = tl.load(delta_ptr + rows, mask=exists, other=0.0)
+    return tl.where(dead, float("inf"), lse * 1.4426950408889634), tl.where(dead, 0.0, delta)
+
+
+@triton.jit
+def probability_tile(
+    left, right, lse, rows, cols, extent, scales,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """(probabilities, tanh of the softcap or scores) of left right^T; lse, rows and cols broadcast against it."""
+    scores, bounded = score_tile(left, right, scales, SOFTCAP, COMPUTE)
+    p = tl.exp2(scores - lse)
+    if MASKED:
+        p = tl.where(visible(rows, cols, extent, CAUSAL, WINDOW), p, 0.0)
+    return p, bounded
+
+
+@triton.jit
+def score_gradient(p, bounded, dp, delta, SOFTCAP: tl.constexpr):
+    """The gradient of the scores (without the scale) from that of the probabilities."""
+    ds = p * (dp - delta)
+    if SOFTCAP:
+        ds *= 1.0 - bounded * bounded
+    return ds
 
 
 @triton.jit
 def _query_gradient(
-    dq, q, dout, lse, delta, k_ptr, v_ptr, stride_k_token, stride_k_dim, stride_v_token, stride_v_dim,
-    rows, num_rows, num_cols, low, high, window, pre_scale, post_scale,
-    key_low, key_high, sample, head, counter_rows, threshold, keep_scale,
+    dq, q, dout, lse, delta, keys, values, rows, extent, low, high, scales, counter, keep_scale,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_HEAD: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     BLOCK_COL: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Adds ds k over keys [low, high) to dq (without the scale)."""
+    k_ptr, stride_k_token, stride_k_dim = keys
+    v_ptr, stride_v_token, stride_v_dim = values
+    num_cols = extent[1]
     for first_col in range(low, high, BLOCK_COL):
         cols = first_col + tl.arange(0, BLOCK_COL)
         k = load_rows(k_ptr, cols, num_cols, stride_k_token, stride_k_dim, HEAD_DIM, BLOCK_HEAD)
         v = load_rows(v_ptr, cols, num_cols, stride_v_token, stride_v_dim, VALUE_DIM, BLOCK_VALUE)
-        products = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=COMPUTE)  # [BLOCK_ROW, BLOCK_COL]
-        scores, bounded = bound_scores(products, pre_scale, post_scale, SOFTCAP)
-        p = tl.exp2(scores - lse[:, None])
-        if MASKED:
-            p = tl.where(visible(rows, cols, num_rows, num_cols, window, CAUSAL, WINDOW), p, 0.0)
+        p, bounded = probability_tile(
+            q, k, lse[:, None], rows[:, None], cols[None, :], extent, scales, CAUSAL, WINDOW, SOFTCAP, MASKED, COMPUTE
+        )  # [BLOCK_ROW, BLOCK_COL]
         dp = tl.dot(dout, tl.trans(v), input_precision="ieee", out_dtype=COMPUTE)
         if DROPOUT:
-            keep = philox_keep(key_low, key_high, sample, head, counter_rows, first_col, threshold, BLOCK_COL)
-            dp = tl.where(keep, dp * keep_scale, 0.0)
-        ds = p * (dp - delta[:, None])
-        if SOFTCAP:
-            ds *= 1.0 - bounded * bounded
+            dp = tl.where(keep_tile(counter, rows, first_col, BLOCK_COL), dp * keep_scale, 0.0)
+        ds = score_gradient(p, bounded, dp, delta[:, None], SOFTCAP)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee", out_dtype=COMPUTE)
     return dq
 
@@ -110,37 +134,32 @@ def attention_query_gradient_kernel(
         rows = first_row + tl.arange(0, BLOCK_ROW)
         q = load_rows(q_ptr, rows, num_rows, stride_q_token, stride_q_dim, HEAD_DIM, BLOCK_HEAD)
         dout = load_rows(dout_ptr, rows, num_rows, stride_dout_token, stride_dout_dim, VALUE_DIM, BLOCK_VALUE)
-        lse = load_lse(lse_ptr + stats, rows, num_rows)
-        delta = tl.load(delta_ptr + stats + rows, mask=rows < num_rows, other=0.0)
+        lse, delta = load_stats(lse_ptr + stats, delta_ptr + stats, rows, num_rows)
         dq = tl.zeros([BLOCK_ROW, BLOCK_HEAD], COMPUTE)
         key_low, key_high = 0, 0
         if DROPOUT:
             key_low, key_high = philox_load_key(rng_ptr)
-        sample = batch + sample_offset
-        counter_head = head + head_offset
-        counter_rows = row_start + rows
+        counter = (key_low, key_high, batch + sample_offset, head + head_offset, row_start, threshold)
+        keys = (k_ptr, stride_k_token, stride_k_dim)
+        values = (v_ptr, stride_v_token, stride_v_dim)
+        extent = (num_rows, num_cols, window)
+        scales = (pre_scale, post_scale)
         low, full_low, full_high, high = key_range(
             first_row, num_rows, num_cols, window, CAUSAL, WINDOW, BLOCK_ROW, BLOCK_COL
         )
         if WINDOW:
             dq = _query_gradient(
-                dq, q, dout, lse, delta, k_ptr, v_ptr, stride_k_token, stride_k_dim, stride_v_token, stride_v_dim,
-                rows, num_rows, num_cols, low, full_low, window, pre_scale, post_scale,
-                key_low, key_high, sample, counter_head, counter_rows, threshold, keep_scale,
+                dq, q, dout, lse, delta, keys, values, rows, extent, low, full_low, scales, counter, keep_scale,
                 CAUSAL, WINDOW, SOFTCAP, DROPOUT, True, HEAD_DIM, VALUE_DIM, BLOCK_HEAD, BLOCK_VALUE, BLOCK_COL,
                 COMPUTE,
             )  # fmt: skip
         dq = _query_gradient(
-            dq, q, dout, lse, delta, k_ptr, v_ptr, stride_k_token, stride_k_dim, stride_v_token, stride_v_dim,
-            rows, num_rows, num_cols, full_low, full_high, window, pre_scale, post_scale,
-            key_low, key_high, sample, counter_head, counter_rows, threshold, keep_scale,
+            dq, q, dout, lse, delta, keys, values, rows, extent, full_low, full_high, scales, counter, keep_scale,
             CAUSAL, WINDOW, SOFTCAP, DROPOUT, False, HEAD_DIM, VALUE_DIM, BLOCK_HEAD, BLOCK_VALUE, BLOCK_COL,
             COMPUTE,
         )  # fmt: skip
         dq = _query_gradient(
-            dq, q, dout, lse, delta, k_ptr, v_ptr, stride_k_token, stride_k_dim, stride_v_token, stride_v_dim,
-            rows, num_rows, num_cols, full_high, high, window, pre_scale, post_scale,
-            key_low, key_high, sample, counter_head, counter_rows, threshold, keep_scale,
+            dq, q, dout, lse, delta, keys, values, rows, extent, full_high, high, scales, counter, keep_scale,
             CAUSAL, WINDOW, SOFTCAP, DROPOUT, True, HEAD_DIM, VALUE_DIM, BLOCK_HEAD, BLOCK_VALUE, BLOCK_COL,
             COMPUTE,
         )  # fmt: skip
@@ -167,48 +186,38 @@ def row_range(
 
 @triton.jit
 def _key_gradient(
-    dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr,
-    stride_q_token, stride_q_dim, stride_dout_token, stride_dout_dim,
-    cols, first_col, num_rows, num_cols, low, high, window, pre_scale, post_scale,
-    key_low, key_high, sample, head, row_start, threshold, keep_scale,
+    dk, dv, k, v, queries, gradients, stats, cols, first_col, extent, low, high, scales, counter, keep_scale,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_HEAD: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     BLOCK_ROW: tl.constexpr, BLOCK_COL: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Adds ds^T q (without the scale) and p^T dout over rows [low, high) to dk and dv.
 
+    queries and gradients are (pointer, stride of a token, stride of a channel), stats the pointers to lse and delta.
     One loop with the mask in every step: apart loops for whole tiles cost registers that this kernel lacks. Rows past
-    the end need no mask, since `load_lse` makes their probabilities 0; keys past the end are not stored.
+    the end need no mask, since `load_stats` makes their probabilities 0; keys past the end are not stored.
     """
-    diagonal = cols[:, None] - (num_cols - num_rows)  # [BLOCK_COL, 1], the row on the key's diagonal
+    q_ptr, stride_q_token, stride_q_dim = queries
+    dout_ptr, stride_dout_token, stride_dout_dim = gradients
+    lse_ptr, delta_ptr = stats
+    num_rows = extent[0]
     for first_row in range(low, high, BLOCK_ROW):
         rows = first_row + tl.arange(0, BLOCK_ROW)
         q = load_rows(q_ptr, rows, num_rows, stride_q_token, stride_q_dim, HEAD_DIM, BLOCK_HEAD)
         dout = load_rows(dout_ptr, rows, num_rows, stride_dout_token, stride_dout_dim, VALUE_DIM, BLOCK_VALUE)
-        lse = load_lse(lse_ptr, rows, num_rows)
-        delta = tl.load(delta_ptr + rows, mask=rows < num_rows, other=0.0)
-        products = tl.dot(k, tl.trans(q), input_precision="ieee", out_dtype=COMPUTE)  # [BLOCK_COL, BLOCK_ROW]
-        scores, bounded = bound_scores(products, pre_scale, post_scale, SOFTCAP)
-        p = tl.exp2(scores - lse[None, :])
-        if CAUSAL:
-            p = tl.where(rows[None, :] >= diagonal, p, 0.0)
-        if WINDOW:
-            p = tl.where(rows[None, :] < diagonal + window, p, 0.0)
-            if not CAUSAL:
-                p = tl.where(rows[None, :] > diagonal - window, p, 0.0)
+        lse, delta = load_stats(lse_ptr, delta_ptr, rows, num_rows)
+        p, bounded = probability_tile(
+            k, q, lse[None, :], rows[None, :], cols[:, None], extent, scales,
+            CAUSAL, WINDOW, SOFTCAP, CAUSAL or WINDOW, COMPUTE,
+        )  # [BLOCK_COL, BLOCK_ROW]  # fmt: skip
         dp = tl.dot(v, tl.trans(dout), input_precision="ieee", out_dtype=COMPUTE)
         dropped = p
         if DROPOUT:
-            counter_rows = row_start + rows
-            keep = tl.trans(
-                philox_keep(key_low, key_high, sample, head, counter_rows, first_col, threshold, BLOCK_COL)
-            )
+            keep = tl.trans(keep_tile(counter, rows, first_col, BLOCK_COL))
             dropped = tl.where(keep, p * keep_scale, 0.0)
             dp = tl.where(keep, dp * keep_scale, 0.0)
         dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision="ieee", out_dtype=COMPUTE)
-        ds = p * (dp - delta[None, :])
-        if SOFTCAP:
-            ds *= 1.0 - bounded * bounded
+        ds = score_gradient(p, bounded, dp, delta[None, :], SOFTCAP)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee", out_dtype=COMPUTE)
     return dk, dv
 
@@ -250,7 +259,7 @@ def attention_key_gradient_kernel(
         key_low, key_high = 0, 0
         if DROPOUT:
             key_low, key_high = philox_load_key(rng_ptr)
-        sample = batch + sample_offset
+        extent = (num_rows, num_cols, window)
         low, high = row_range(first_col, num_rows, num_cols, window, CAUSAL, WINDOW, BLOCK_ROW, BLOCK_COL)
         for member in range(group):
             head = kv_head * group + member
@@ -259,13 +268,12 @@ def attention_key_gradient_kernel(
             dout_head = dout_ptr + batch_64 * stride_dout_batch + head_64 * stride_dout_head
             dout_head += row_64 * stride_dout_token
             stats = (batch_64 * num_heads + head_64) * num_tokens + row_64
+            counter = (key_low, key_high, batch + sample_offset, head + head_offset, row_start, threshold)
             dk, dv = _key_gradient(
-                dk, dv, k, v, q_head, dout_head, lse_ptr + stats, delta_ptr + stats,
-                stride_q_token, stride_q_dim, stride_dout_token, stride_dout_dim,
-                cols, first_col, num_rows, num_cols, low, high, window, pre_scale, post_scale,
-                key_low, key_high, sample, head + head_offset, row_start, threshold, keep_scale,
-                CAUSAL, WINDOW, SOFTCAP, DROPOUT, HEAD_DIM, VALUE_DIM, BLOCK_HEAD, BLOCK_VALUE,
-                BLOCK_ROW, BLOCK_COL, COMPUTE,
+                dk, dv, k, v, (q_head, stride_q_token, stride_q_dim), (dout_head, stride_dout_token, stride_dout_dim),
+                (lse_ptr + stats, delta_ptr + stats), cols, first_col, extent, low, high, (pre_scale, post_scale),
+                counter, keep_scale, CAUSAL, WINDOW, SOFTCAP, DROPOUT, HEAD_DIM, VALUE_DIM, BLOCK_HEAD,
+                BLOCK_VALUE, BLOCK_ROW, BLOCK_COL, COMPUTE,
             )  # fmt: skip
         store_rows(
             dk_ptr + place * HEAD_DIM, dk * scale, cols, num_cols, num_kv_heads * HEAD_DIM, HEAD_DIM, BLOCK_HEAD

@@ -75,15 +75,37 @@ def bound_scores(products, pre_scale, post_scale, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def visible(rows, cols, num_rows, num_cols, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """bool [rows, cols]: bottom-right aligned causal mask, window, and the ends of the document."""
-    last = rows[:, None] + (num_cols - num_rows)
-    seen = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+def score_tile(left, right, scales, SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr):
+    """(scores in base 2, tanh of the softcap or the scores again) of left right^T; scales as the launcher gives."""
+    products = tl.dot(left, tl.trans(right), input_precision="ieee", out_dtype=COMPUTE)
+    pre_scale, post_scale = scales
+    return bound_scores(products, pre_scale, post_scale, SOFTCAP)
+
+
+@triton.jit
+def visible(rows, cols, extent, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """bool: whether a row that exists sees a key: bottom-right aligned causal mask, window, end of the keys.
+
+    `rows` and `cols` are 2-D and broadcast against each other; extent = (rows, keys, window) of the document.
+    """
+    num_rows, num_cols, window = extent
+    last = rows + (num_cols - num_rows)  # the key on the row's diagonal
     if CAUSAL:
-        seen = seen & (cols[None, :] <= last)
+        seen = cols <= last
+    else:
+        seen = cols < num_cols
     if WINDOW:
-        seen = seen & (cols[None, :] > last - window) & (cols[None, :] < last + window)
+        seen = seen & (cols > last - window)
+        if not CAUSAL:
+            seen = seen & (cols < last + window)
     return seen
+
+
+@triton.jit
+def keep_tile(counter, rows, first_col, BLOCK_COL: tl.constexpr):
+    """bool [rows, BLOCK_COL]: what is kept; counter = (key_low, key_high, sample, head, row_start, threshold)."""
+    key_low, key_high, sample, head, row_start, threshold = counter
+    return philox_keep(key_low, key_high, sample, head, row_start + rows, first_col, threshold, BLOCK_COL)
 
 
 @triton.jit
@@ -119,21 +141,24 @@ def key_range(
 
 @triton.jit
 def _attend(
-    acc, top, total, q, k_ptr, v_ptr, stride_k_token, stride_k_dim, stride_v_token, stride_v_dim,
-    rows, num_rows, num_cols, low, high, window, pre_scale, post_scale,
-    key_low, key_high, sample, head, counter_rows, threshold, keep_scale,
+    acc, top, total, q, keys, values, rows, extent, low, high, scales, counter, keep_scale,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_HEAD: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     BLOCK_COL: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Folds keys [low, high) into (acc, top, total): out before division, maximum score, sum of exponentials."""
+    """Folds keys [low, high) into (acc, top, total): out before division, maximum score, sum of exponentials.
+
+    keys and values are (pointer, stride of a token, stride of a channel).
+    """
+    k_ptr, stride_k_token, stride_k_dim = keys
+    v_ptr, stride_v_token, stride_v_dim = values
+    num_cols = extent[1]
     for first_col in range(low, high, BLOCK_COL):
         cols = first_col + tl.arange(0, BLOCK_COL)
         k = load_rows(k_ptr, cols, num_cols, stride_k_token, stride_k_dim, HEAD_DIM, BLOCK_HEAD)
-        products = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=COMPUTE)  # [BLOCK_ROW, BLOCK_COL]
-        scores, _ = bound_scores(products, pre_scale, post_scale, SOFTCAP)
+        scores, _ = score_tile(q, k, scales, SOFTCAP, COMPUTE)  # [BLOCK_ROW, BLOCK_COL]
         if MASKED:
-            seen = visible(rows, cols, num_rows, num_cols, window, CAUSAL, WINDOW)
+            seen = visible(rows[:, None], cols[None, :], extent, CAUSAL, WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         # A row that has seen nothing yet: -inf - -inf would be NaN.
@@ -142,8 +167,7 @@ def _attend(
         decay = tl.exp2(top - base)
         total = total * decay + tl.sum(p, 1)
         if DROPOUT:
-            keep = philox_keep(key_low, key_high, sample, head, counter_rows, first_col, threshold, BLOCK_COL)
-            p = tl.where(keep, p * keep_scale, 0.0)
+            p = tl.where(keep_tile(counter, rows, first_col, BLOCK_COL), p * keep_scale, 0.0)
         v = load_rows(v_ptr, cols, num_cols, stride_v_token, stride_v_dim, VALUE_DIM, BLOCK_VALUE)
         acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee", out_dtype=COMPUTE)
         top = new_top
@@ -191,31 +215,27 @@ def attention_forward_kernel(
         key_low, key_high = 0, 0
         if DROPOUT:
             key_low, key_high = philox_load_key(rng_ptr)
-        sample = batch + sample_offset
-        counter_head = head + head_offset
-        counter_rows = row_start + rows
+        counter = (key_low, key_high, batch + sample_offset, head + head_offset, row_start, threshold)
+        keys = (k_ptr, stride_k_token, stride_k_dim)
+        values = (v_ptr, stride_v_token, stride_v_dim)
+        extent = (num_rows, num_cols, window)
+        scales = (pre_scale, post_scale)
         low, full_low, full_high, high = key_range(
             first_row, num_rows, num_cols, window, CAUSAL, WINDOW, BLOCK_ROW, BLOCK_COL
         )
         if WINDOW:
             acc, top, total = _attend(
-                acc, top, total, q, k_ptr, v_ptr, stride_k_token, stride_k_dim, stride_v_token, stride_v_dim,
-                rows, num_rows, num_cols, low, full_low, window, pre_scale, post_scale,
-                key_low, key_high, sample, counter_head, counter_rows, threshold, keep_scale,
+                acc, top, total, q, keys, values, rows, extent, low, full_low, scales, counter, keep_scale,
                 CAUSAL, WINDOW, SOFTCAP, DROPOUT, True, HEAD_DIM, VALUE_DIM, BLOCK_HEAD, BLOCK_VALUE, BLOCK_COL,
                 COMPUTE,
             )  # fmt: skip
         acc, top, total = _attend(
-            acc, top, total, q, k_ptr, v_ptr, stride_k_token, stride_k_dim, stride_v_token, stride_v_dim,
-            rows, num_rows, num_cols, full_low, full_high, window, pre_scale, post_scale,
-            key_low, key_high, sample, counter_head, counter_rows, threshold, keep_scale,
+            acc, top, total, q, keys, values, rows, extent, full_low, full_high, scales, counter, keep_scale,
             CAUSAL, WINDOW, SOFTCAP, DROPOUT, False, HEAD_DIM, VALUE_DIM, BLOCK_HEAD, BLOCK_VALUE, BLOCK_COL,
             COMPUTE,
         )  # fmt: skip
         acc, top, total = _attend(
-            acc, top, total, q, k_ptr, v_ptr, stride_k_token, stride_k_dim, stride_v_token, stride_v_dim,
-            rows, num_rows, num_cols, full_high, high, window, pre_scale, post_scale,
-            key_low, key_high, sample, counter_head, counter_rows, threshold, keep_scale,
+            acc, top, total, q, keys, values, rows, extent, full_high, high, scales, counter, keep_scale,
             CAUSAL, WINDOW, SOFTCAP, DROPOUT, True, HEAD_DIM, VALUE_DIM, BLOCK_HEAD, BLOCK_VALUE, BLOCK_COL,
             COMPUTE,
         )  # fmt: skip
