@@ -6,9 +6,10 @@ ds = p * (dropout(dout_i . v_j) - delta_i), dq = ds k, dk = ds^T q, dv = dropout
 dsink = -sum exp(sink - lse) delta.
 
 Causal is bottom-right aligned: query i of T sees keys up to i + S - T. A row that sees no key gives out 0, lse -inf
-(or the sink) and no gradient. Saved: q, k, v (the caller's), out, lse (4 bytes per query and head). No atomics: the
-gradients of keys and of queries are two kernels, each row written by one program in a fixed order. Statistics and
-sums are fp32 (fp64 for fp64).
+(or the sink) and no gradient. Saved: q, k, v (the caller's), out, lse (4 bytes per query and head); with `recompute`
+q, k, v only, and backward runs the forward kernel once more: the same bits. No atomics: the gradients of keys and of
+queries are two kernels, each row written by one program in a fixed order. Statistics and sums are fp32 (fp64 for
+fp64).
 """
 
 import torch
@@ -32,29 +33,37 @@ _OPTIONS = (
     "Tensor? sinks, Tensor? rng, Tensor? cu_q, Tensor? cu_k, bool causal, float scale, int window, float softcap,"
     " float dropout_p, int head_offset, int sample_offset"
 )
+_NUM_OPTIONS = len(Options._fields)  # `recompute`, behind them, is no part of what is computed
 
 
 def forward(q, k, v, sinks, rng, cu_q, cu_k, *options):
     """(out, lse) without checks or graph: the kernel itself, for code that has a backward of its own."""
     run = launch_forward if use_triton(q) else attention_plain.forward
-    return run(q, k, v, sinks, rng, cu_q, cu_k, Options(*options))
+    return run(q, k, v, sinks, rng, cu_q, cu_k, Options(*options[:_NUM_OPTIONS]))
 
 
 def backward(dout, dlse, q, k, v, out, lse, sinks, rng, cu_q, cu_k, *options):
-    """(dq, dk, dv, dsinks) without checks or graph; dsinks is empty without sinks."""
+    """(dq, dk, dv, dsinks) without checks or graph; dsinks is empty without sinks.
+
+    Where out or lse is None, both are computed again, to the same bits.
+    """
+    if out is None or lse is None:
+        out, lse = forward(q, k, v, sinks, rng, cu_q, cu_k, *options)
     run = launch_backward if use_triton(q) else attention_plain.backward
     return run(dout, dlse, q, k, v, out, lse, sinks, rng, cu_q, cu_k, Options(*options))
 
 
 class _Attention(torch.autograd.Function):
-    """Saves q, k, v (the caller's), out and lse; sinks, rng and cu_seqlens are small."""
+    """Saves q, k, v (the caller's), out and lse unless `recompute`; sinks, rng and cu_seqlens are small."""
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, rng, cu_q, cu_k, *options):
         with below_autograd():
             out, lse = _attention(q, k, v, sinks, rng, cu_q, cu_k, *options)
-        ctx.save_for_backward(q, k, v, out, lse, sinks, rng, cu_q, cu_k)
-        ctx.options = options
+        recompute = options[_NUM_OPTIONS:] == (True,)
+        ctx.save_for_backward(q, k, v, *((None, None) if recompute else (out, lse)), sinks, rng, cu_q, cu_k)
+        ctx.options = options[:_NUM_OPTIONS]
+        ctx.num_options = len(options)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -62,9 +71,9 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         q, k, v, out, lse, sinks, rng, cu_q, cu_k = ctx.saved_tensors
         if dout is None:
-            dout = torch.zeros_like(out)
+            dout = q.new_zeros((*q.shape[:3], v.shape[3]))
         dq, dk, dv, dsinks = _attention_grad(dout, dlse, q, k, v, out, lse, sinks, rng, cu_q, cu_k, *ctx.options)
-        return dq, dk, dv, None if sinks is None else dsinks, *(None,) * (3 + len(ctx.options))
+        return dq, dk, dv, None if sinks is None else dsinks, *(None,) * (3 + ctx.num_options)
 
 
 def _fake_forward(q, k, v, *args):
@@ -73,18 +82,18 @@ def _fake_forward(q, k, v, *args):
 
 
 def _fake_backward(dout, dlse, q, k, v, out, lse, sinks, *args):
-    dsinks = q.new_empty(0, dtype=lse.dtype) if sinks is None else sinks.new_empty(sinks.shape)
+    dsinks = q.new_empty(0, dtype=compute_dtype(q.dtype)) if sinks is None else sinks.new_empty(sinks.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
 _attention = register(
-    f"attention(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
+    f"attention(Tensor q, Tensor k, Tensor v, {_OPTIONS}, bool recompute=False) -> (Tensor, Tensor)",
     forward,
     _fake_forward,
     _Attention.apply,
 )
 _attention_grad = register(
-    "attention_grad(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,"
+    "attention_grad(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? out, Tensor? lse,"
     f" {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
     backward,
     _fake_backward,
@@ -149,6 +158,7 @@ def attention(
     sample_offset: int = 0,
     cu_seqlens: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
     return_lse: bool = False,
+    recompute: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of q[B, T, H, K] on k[B, S, KV, K], v[B, S, KV, Kv]: out[B, T, H, Kv], with lse[B, H, T] on demand.
 
@@ -157,6 +167,7 @@ def attention(
     `sinks[H]` are logits without a value. Dropout needs `rng` int64 [2] = (seed, offset); its mask depends on the
     global (sample, head, row, column), where the offsets are those of q[0, :, 0]. `cu_seqlens` int32 [documents + 1],
     or a pair for queries and keys, packs documents in a batch of 1; rows past its end give 0.
+    `recompute` saves neither out nor lse: one more forward in backward, the same bits.
     All of q, k, v, lse, sinks have gradients. Raises TypeError on dtypes, ValueError on everything else.
     """
     check_floating("attention", q=q, k=k, v=v)
@@ -179,6 +190,6 @@ def attention(
     out, lse = _attention(
         q, k, v, sinks, rng if dropout_p else None, cu_q, cu_k, causal,
         q.shape[3] ** -0.5 if scale is None else float(scale), window or 0, float(softcap), float(dropout_p),
-        head_offset, sample_offset,
+        head_offset, sample_offset, recompute,
     )  # fmt: skip
     return (out, lse) if return_lse else out

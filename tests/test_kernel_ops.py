@@ -46,8 +46,8 @@ CASES = {
     "linear_wgrad": [(_x(2, 3, 8), _x(2, 3, 4))],
     "linear_wgrad_": [(_c(2, 3, 8), _c(2, 3, 4), _c(4, 8), True)],
     "linear_swiglu": [(_x(2, 3, 8), _x(4, 8))],
-    "rope": [(_x(2, 3, 2, 8), _x(2, 3, 1, 8), _c(3, 3), _c(3, 3, seed=1), False)],
-    "rope_": [(_c(2, 3, 2, 8), _c(2, 3, 1, 8), _c(3, 3), _c(3, 3), False)],
+    "rope": [(_x(2, 3, 2, 8), _x(2, 3, 1, 8), _c(3, 3), _c(3, 3, seed=1), False, i) for i in (False, True)],
+    "rope_": [(_c(2, 3, 2, 8), _c(2, 3, 1, 8), _c(3, 3), _c(3, 3), False, i) for i in (False, True)],
     "embedding": [(TOKENS, _x(5, 4), 2)],
     "embedding_grad": [(_c(2, 3, 4), TOKENS, 5, 2)],
     "embedding_grad_": [(_c(2, 3, 4), TOKENS, _c(5, 4), 2, True)],
@@ -69,10 +69,13 @@ CASES = {
         _attention(causal=False),
         _attention(_x(4), RNG, None, None, window=2, softcap=2.0, dropout=0.25),
         _attention(None, None, CU, CU),
+        (*_attention(_x(4), RNG, None, None, dropout=0.25), True),  # recompute
     ],
     "attention_grad": [
         (_c(1, 5, 4, 16), None, _c(1, 5, 4, 16), _c(1, 5, 2, 16), _c(1, 5, 2, 16), _c(1, 5, 4, 16), _c(1, 4, 5),
-         *_attention()[3:])
+         *_attention()[3:]),
+        (_c(1, 5, 4, 16), _c(1, 4, 5), _c(1, 5, 4, 16), _c(1, 5, 2, 16), _c(1, 5, 2, 16), None, None,
+         *_attention(_c(4), RNG, None, None)[3:]),
     ],
 }  # fmt: skip
 
@@ -93,7 +96,7 @@ def test_opcheck(name, arguments):
 
 @interpret
 @needs_interpreter
-@pytest.mark.parametrize("name,arguments", _each(["rms_norm_residual", "swiglu", "attention"]))
+@pytest.mark.parametrize("name,arguments", _each(["rms_norm_residual", "swiglu", "rope", "rope_", "attention"]))
 def test_opcheck_of_interpreted_kernels(name, arguments):
     opcheck(getattr(OPS, name).default, arguments)
 
@@ -125,7 +128,7 @@ def test_gradcheck_in_fp64(name, arguments):
 
 @interpret
 @needs_interpreter
-@pytest.mark.parametrize("name,arguments", _each(["rms_norm", "swiglu", "attention"]))
+@pytest.mark.parametrize("name,arguments", _each(["rms_norm", "swiglu", "rope", "attention"]))
 def test_gradcheck_of_interpreted_kernels_in_fp64(name, arguments):
     _gradcheck(name, arguments)
 
