@@ -144,8 +144,8 @@ def backward(
     docs = documents(cu_q, cu_k, q.shape[1], k.shape[1])
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     delta = torch.linalg.vecdot(dout, out).transpose(1, 2)  # [B, H, T]
-    if dlse is not None:
-        delta = delta - dlse
+    if dlse is not None:  # that of a row which sees nothing is dropped, whatever it is
+        delta = (delta - dlse).masked_fill_(torch.isneginf(lse), 0.0)
     for doc in docs:
         rows, cols = doc
         piece = (q[:, rows], k[:, cols], v[:, cols])

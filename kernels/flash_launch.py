@@ -72,6 +72,18 @@ def _randomness(options: Options) -> tuple[int, float, int, int]:
     return keep_threshold(options.dropout_p), keep_scale, options.head_offset, options.sample_offset
 
 
+def _small_inputs(
+    q: torch.Tensor, rng: torch.Tensor | None, cu_q: torch.Tensor | None, cu_k: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    """(rng, cu_q, cu_k) with unit stride, as the kernels read them; q stands for what is absent and never read."""
+    return tuple(q if x is None else x.contiguous() for x in (rng, cu_q, cu_k))
+
+
+def _window(q: torch.Tensor, k: torch.Tensor, options: Options) -> int:
+    """The window, at most what all rows see: more would overflow the kernels' 32-bit positions."""
+    return min(options.window, q.shape[1] + k.shape[1])
+
+
 def _num_tiles(length: int, block: int, cu: torch.Tensor | None) -> int:
     """Tiles of one batch row; packed, each document may add one that is not full."""
     return triton.cdiv(length, block) + (0 if cu is None else cu.shape[0] - 1)
@@ -85,10 +97,9 @@ def forward_launch(
     batch, num_tokens, num_heads, _ = q.shape
     tile = tile_of(FORWARD_TILES, q, v)
     arguments = (
-        q, k, v, q if sinks is None else sinks.contiguous(), q if rng is None else rng,
-        q if cu_q is None else cu_q, q if cu_k is None else cu_k, out, lse,
+        q, k, v, q if sinks is None else sinks.contiguous(), *_small_inputs(q, rng, cu_q, cu_k), out, lse,
         *q.stride(), *k.stride(), *v.stride(), num_tokens, k.shape[1], num_heads, num_heads // k.shape[2],
-        1 if cu_q is None else cu_q.shape[0] - 1, options.window, *_scales(options), *_randomness(options),
+        1 if cu_q is None else cu_q.shape[0] - 1, _window(q, k, options), *_scales(options), *_randomness(options),
     )  # fmt: skip
     constants = switches(q, v, cu_q, options) | {
         "SINKS": sinks is not None,
@@ -122,12 +133,10 @@ def gradient_launches(
 ) -> tuple[Launch, Launch]:  # fmt: skip
     """(the launch that writes dq, the one that writes dk and dv), all three contiguous."""
     batch, num_tokens, num_heads, _ = q.shape
-    inputs = (
-        dout, q, k, v, lse, delta, q if rng is None else rng, q if cu_q is None else cu_q, q if cu_k is None else cu_k
-    )  # fmt: skip
+    inputs = (dout, q, k, v, lse, delta, *_small_inputs(q, rng, cu_q, cu_k))
     numbers = (
         *dout.stride(), *q.stride(), *k.stride(), *v.stride(), num_tokens, k.shape[1], num_heads,
-        num_heads // k.shape[2], 1 if cu_q is None else cu_q.shape[0] - 1, options.window, options.scale,
+        num_heads // k.shape[2], 1 if cu_q is None else cu_q.shape[0] - 1, _window(q, k, options), options.scale,
         *_scales(options), *_randomness(options),
     )  # fmt: skip
     shared = switches(q, v, cu_q, options)
