@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from plait.kernels import flash_launch, gated, rmsnorm
+from plait.kernels import flash_launch, gated, rmsnorm, rotary_triton
 from plait.kernels.attention_plain import Options
 from plait.kernels.launch import Launch
 
@@ -29,6 +29,22 @@ def _rms_norm(num_cols: int, backward: bool, residual: bool = False) -> Launch:
 def _swiglu(num_cols: int, backward: bool) -> Launch:
     gate_up, out = _meta(8192, 2 * num_cols), _meta(8192, num_cols)
     return gated.backward_launch(out, gate_up, gate_up) if backward else gated.forward_launch(gate_up, out)
+
+
+def _rope(head_dim: int, interleaved: bool, packed: bool = False) -> Launch:
+    """q and k into new tensors, or (packed) q and k side by side in a packed projection, in place."""
+    table = _meta(4096, head_dim // 2, dtype=torch.float32)
+    angles = rotary_triton.Angles(table, table, 0, head_dim // 2, 1)
+    q, k = _meta(2, 4096, 32, head_dim), _meta(2, 4096, 8, head_dim)
+    both = _meta(2, 4096, 48, head_dim)[:, :, :40]
+    turn = partial(rotary_triton.rope_launch, angles=angles, num_pairs=head_dim // 2, inverse=False)
+    launch = (
+        turn(both, None, both, None, interleaved=interleaved)
+        if packed
+        else turn(q, k, _meta(*q.shape), _meta(*k.shape), interleaved=interleaved)
+    )
+    assert launch is not None
+    return launch
 
 
 def _attention(kernel: str, head_dim: int, options: Options) -> Launch:
@@ -52,6 +68,9 @@ def points() -> dict[str, Callable[[], Launch]]:
             found[f"rms_norm.{side}.{num_cols}"] = partial(_rms_norm, num_cols, backward)
             found[f"rms_norm_residual.{side}.{num_cols}"] = partial(_rms_norm, num_cols, backward, True)
     for head_dim in (64, 128):
+        found[f"rope.halves.{head_dim}"] = partial(_rope, head_dim, False)
+        found[f"rope.neighbours.{head_dim}"] = partial(_rope, head_dim, True)
+        found[f"rope.packed.{head_dim}"] = partial(_rope, head_dim, False, True)
         causal = Options(True, head_dim**-0.5, 0, 0.0, 0.0, 0, 0)
         for kernel in ("forward", "delta", "dq", "dkdv"):
             found[f"attention.{kernel}.{head_dim}"] = partial(_attention, kernel, head_dim, causal)

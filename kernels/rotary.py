@@ -1,55 +1,82 @@
-"""rope: rotates pairs (i, i + R/2) of the first R channels of every head, half-split as Hugging Face Llama does.
+"""rope: rotates pairs of the first R channels of every head of q and k, in one launch.
 
-out[i] = x[i] * cos[i] - x[i + R/2] * sin[i], out[i + R/2] = x[i + R/2] * cos[i] + x[i] * sin[i].
-R = 2 * cos.shape[-1] may be less than the head dim; channels from R on pass through. The gradient is the rotation by
-the opposite angle, so that nothing but the tables is saved. q and k in one call. Arithmetic in fp32 (fp64 for fp64).
+out[i] = x[i] * cos[i] - x[j] * sin[i], out[j] = x[j] * cos[i] + x[i] * sin[i], with j = i + R/2 (half-split, as
+Hugging Face's Llama) or, interleaved (as Meta's Llama and GPT-J), the pairs (2 i, 2 i + 1). R = 2 * cos.shape[-1] may
+be less than the head dim; channels from R on pass through. The gradient is the rotation by the opposite angle, so
+that nothing but the tables is saved. Arithmetic in fp32 (fp64 for fp64). Two accesses per element each way. The
+kernel is in rotary_triton.py.
 """
 
 from typing import NamedTuple
 
 import torch
 
-from plait.kernels.launch import below_autograd, check, check_device, check_floating, compute_dtype, register
+from plait.kernels.launch import (
+    below_autograd,
+    check,
+    check_device,
+    check_floating,
+    compute_dtype,
+    register,
+    use_triton,
+)
+from plait.kernels.rotary_triton import Angles, rope_launch
 
 
-def _rotate_ref(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotate_ref(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
     dtype = compute_dtype(x.dtype)
     half = cos.shape[-1]
     cos, sin = cos.to(dtype).unsqueeze(-2), sin.to(dtype).unsqueeze(-2)  # [T, 1, R/2] or [B, T, 1, R/2]
-    first, second, rest = x.to(dtype).split((half, half, x.shape[-1] - 2 * half), dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x.dtype)
+    turned, rest = x.to(dtype).split((2 * half, x.shape[-1] - 2 * half), dim=-1)
+    pairs = turned.unflatten(-1, (half, 2) if interleaved else (2, half))
+    dim = -1 if interleaved else -2
+    first, second = pairs.unbind(dim)
+    out = torch.stack((first * cos - second * sin, second * cos + first * sin), dim).flatten(-2)
+    return torch.cat((out, rest), dim=-1).to(x.dtype)
 
 
 def rope_ref(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The oracle; differentiable by torch in q and k."""
-    return _rotate_ref(q, cos, sin), _rotate_ref(k, cos, sin)
+    return _rotate_ref(q, cos, sin, interleaved), _rotate_ref(k, cos, sin, interleaved)
 
 
 class Tables(NamedTuple):
-    """cos and sin as wide as the rotation, the sign in the sine: (cos, cos), (-sin, sin), (sin, -sin)."""
+    """cos and sin as wide as the rotation, the sign in the sine: (cos, cos), (-sin, sin), (sin, -sin).
+
+    Interleaved, the two of a pair are neighbours.
+    """
 
     cos: torch.Tensor  # [T, 1, R] or [B, T, 1, R], fp32 (fp64)
     sin: torch.Tensor
     inverse_sin: torch.Tensor
 
 
-def tables(cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype) -> Tables:
+def tables(cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype, interleaved: bool = False) -> Tables:
     """The tables of `rotate_` for tensors of `dtype`, from cos and sin [T, R/2] or [B, T, R/2]."""
     wide = compute_dtype(dtype)
     cos, sin = cos.to(wide).unsqueeze(-2), sin.to(wide).unsqueeze(-2)
+    if interleaved:
+        pairs = ((cos, cos), (-sin, sin), (sin, -sin))
+        return Tables(*(torch.stack(pair, -1).flatten(-2) for pair in pairs))
     return Tables(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), torch.cat((sin, -sin), -1))
 
 
-def rotate_(x: torch.Tensor, turn: Tables, inverse: bool = False) -> torch.Tensor:
-    """Rotates x[B, T, H, K] in place, for all heads alike, without checks or graph; returns it.
+def rotate_(x: torch.Tensor, turn: Tables, inverse: bool = False, interleaved: bool = False) -> torch.Tensor:
+    """Rotates x[B, T, H, K] of any strides in place, for all heads alike, without checks or graph; returns it.
 
-    x * cos + (second half, first half) * sin: no strided half is written.
+    Plain path: x * cos + (second half, first half) * sin: no strided half is written.
     """
     rotary = turn.cos.shape[-1]
+    if use_triton(x):
+        _launch(x, None, x, None, _angles_of(turn, interleaved), rotary // 2, inverse, interleaved)
+        return x
     part = x if rotary == x.shape[-1] else x[..., :rotary]
-    swapped = torch.cat((part[..., rotary // 2 :], part[..., : rotary // 2]), dim=-1)
+    if interleaved:
+        swapped = part.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if rotary else part
+    else:
+        swapped = torch.cat((part[..., rotary // 2 :], part[..., : rotary // 2]), dim=-1)
     sin = turn.inverse_sin if inverse else turn.sin
     if x.dtype is turn.cos.dtype:
         part.mul_(turn.cos).addcmul_(swapped, sin)
@@ -58,55 +85,92 @@ def rotate_(x: torch.Tensor, turn: Tables, inverse: bool = False) -> torch.Tenso
     return x
 
 
+def _angles_of(turn: Tables, interleaved: bool) -> Angles:
+    """One cosine and one positive sine per pair, as views."""
+    cos, sin, rotary = turn.cos, turn.sin, turn.cos.shape[-1]
+    batch = cos.stride(0) if cos.dim() == 4 else 0
+    if interleaved:
+        return Angles(cos, sin[..., 1:], batch, cos.stride(-3), 2)
+    return Angles(cos, sin[..., rotary // 2 :], batch, cos.stride(-3), 1)
+
+
+def _angles(cos: torch.Tensor, sin: torch.Tensor) -> Angles:
+    """The caller's tables [T, R/2] or [B, T, R/2], of any strides."""
+    if cos.stride() != sin.stride():
+        cos, sin = cos.contiguous(), sin.contiguous()
+    return Angles(cos, sin, cos.stride(0) if cos.dim() == 3 else 0, cos.stride(-2), cos.stride(-1))
+
+
+def _launch(
+    q: torch.Tensor, k: torch.Tensor | None, q_out: torch.Tensor, k_out: torch.Tensor | None, angles: Angles,
+    num_pairs: int, inverse: bool, interleaved: bool,
+) -> None:  # fmt: skip
+    launch = rope_launch(q, k, q_out, k_out, angles, num_pairs, inverse=inverse, interleaved=interleaved)
+    if launch is not None:
+        launch.run()
+
+
 def _rope_kernel(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool, interleaved: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    turn = tables(cos, sin, q.dtype)
+    if use_triton(q):
+        q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
+        _launch(q, k, q_out, k_out, _angles(cos, sin), cos.shape[-1], inverse, interleaved)
+        return q_out, k_out
+    turn = tables(cos, sin, q.dtype, interleaved)
     copies = (x.clone(memory_format=torch.contiguous_format) for x in (q, k))
-    q, k = (rotate_(x, turn, inverse) for x in copies)
+    q, k = (rotate_(x, turn, inverse, interleaved) for x in copies)
     return q, k
 
 
 def _rope_inplace_kernel(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool, interleaved: bool
 ) -> None:
-    turn = tables(cos, sin, q.dtype)
-    rotate_(q, turn, inverse)
-    rotate_(k, turn, inverse)
+    check(
+        not (q.numel() and k.numel()) or q.data_ptr() != k.data_ptr(),
+        lambda: "rope_: q and k begin at one address; expected tensors that share no element",
+    )
+    if use_triton(q):
+        _launch(q, k, q, k, _angles(cos, sin), cos.shape[-1], inverse, interleaved)
+        return
+    turn = tables(cos, sin, q.dtype, interleaved)
+    rotate_(q, turn, inverse, interleaved)
+    rotate_(k, turn, inverse, interleaved)
 
 
 class _Rope(torch.autograd.Function):
     """Saves cos and sin, the caller's; nothing of its own."""
 
     @staticmethod
-    def forward(ctx, q, k, cos, sin, inverse):
+    def forward(ctx, q, k, cos, sin, inverse, interleaved):
         with below_autograd():
-            out = _rope(q, k, cos, sin, inverse)
+            out = _rope(q, k, cos, sin, inverse, interleaved)
         ctx.save_for_backward(cos, sin)
-        ctx.inverse = inverse
+        ctx.inverse, ctx.interleaved = inverse, interleaved
         return out
 
     @staticmethod
     def backward(ctx, dq, dk):
         cos, sin = ctx.saved_tensors
-        return *_rope(dq, dk, cos, sin, not ctx.inverse), None, None, None
+        return *_rope(dq, dk, cos, sin, not ctx.inverse, ctx.interleaved), None, None, None, None
 
 
 _rope = register(
-    "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool inverse) -> (Tensor, Tensor)",
+    "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool inverse, bool interleaved) -> (Tensor, Tensor)",
     _rope_kernel,
-    lambda q, k, cos, sin, inverse: (q.new_empty(q.shape), k.new_empty(k.shape)),
+    lambda q, k, cos, sin, inverse, interleaved: (q.new_empty(q.shape), k.new_empty(k.shape)),
     _Rope.apply,
 )
 _rope_inplace = register(
-    "rope_(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin, bool inverse) -> ()",
+    "rope_(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin, bool inverse, bool interleaved) -> ()",
     _rope_inplace_kernel,
-    lambda q, k, cos, sin, inverse: None,
+    lambda q, k, cos, sin, inverse, interleaved: None,
 )
 
 
 def _check(op: str, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     check_floating(op, q=q, k=k)
+    check_floating(op, cos=cos, sin=sin)
     check_device(op, q, cos=cos, sin=sin)
     check(
         q.dim() == 4 and k.dim() == 4 and q.shape[:2] == k.shape[:2] and q.shape[3] == k.shape[3],
@@ -122,19 +186,27 @@ def _check(op: str, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: to
     )
 
 
-def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def rope(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(q, k) rotated: q[B, T, H, K], k[B, T, KV, K], cos and sin [T, R/2] or [B, T, R/2] with R <= K.
 
     Saves the tables only, which get no gradient. Raises TypeError on dtypes, ValueError on shapes and devices.
     """
     _check("rope", q, k, cos, sin)
-    return _rope(q, k, cos, sin, False)
+    return _rope(q, k, cos, sin, False, interleaved)
 
 
 def rope_(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rope` in place, without a gradient: for tensors that no graph needs. Returns (q, k)."""
+    """`rope` in place, without a gradient: for tensors that no graph needs. Returns (q, k).
+
+    Raises as `rope`, and ValueError where two elements to be written share memory.
+    """
     _check("rope_", q, k, cos, sin)
-    _rope_inplace(q, k, cos, sin, False)
+    for name, x in (("q", q), ("k", k)):
+        if any(size > 1 and not stride for size, stride in zip(x.shape, x.stride(), strict=True)):
+            raise ValueError(f"rope_: {name} has strides {x.stride()}; broadcast elements cannot be written in place")
+    _rope_inplace(q, k, cos, sin, False, interleaved)
     return q, k

@@ -41,6 +41,30 @@ def test_compiles_for_sm_90_without_spills(name):
         assert facts.count("LDG.E.128") >= loads - 1  # the norm's one scalar per row is narrow
 
 
+# Kernels that only read and write, for every architecture.
+ELEMENTWISE = [f"rope.{style}.{head_dim}" for style in ("halves", "neighbours", "packed") for head_dim in (64, 128)]
+
+
+@pytest.mark.offline
+@needs_compiler
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise_kernels_read_and_write_16_bytes_without_spills(name, arch):
+    facts = compile_offline(points()[name](), arch)
+    assert (facts.spill_loads, facts.spill_stores, facts.stack_bytes) == (0, 0, 0)
+    # Half of the registers of a thread: two programs share a multiprocessor at least.
+    assert 0 < facts.registers <= 128
+    assert facts.count("DADD") + facts.count("DMUL") + facts.count("DFMA") == 0
+    assert facts.count("RED.") + facts.count("ATOM") == 0
+    assert facts.count("LDG.E.128") >= facts.count("LDG") - narrow(name) > 0
+    assert facts.count("STG.E.128") == facts.count("STG") > 0
+
+
+def narrow(name: str) -> int:
+    """Loads of one number per row."""
+    return 0
+
+
 @pytest.mark.offline
 @needs_compiler
 def test_explain_prints_the_facts_of_one_kernel(capsys):
