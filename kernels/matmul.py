@@ -1,45 +1,41 @@
-"""linear: out = activation(x @ weight^T + bias) + residual, its two gradients as ops of their own, and linear_swiglu.
+"""linear: out = dropout(activation(x @ weight^T + bias)) + residual, its two gradients as ops, and linear_swiglu.
 
 Activations: None, "gelu" (erf), "gelu_tanh", "silu", "relu2" (square of relu). `linear_dgrad` and `linear_wgrad` are
 separate so that a schedule can run them at different times; the weight gradient can be added into an fp32 view of a
-gradient bucket. The product is torch's matmul (fp32 without tf32 unless torch is told so); the epilogue runs in fp32
-(fp64 for fp64). What is not here: communication inside the matmul, fp8.
+gradient bucket. On the CPU torch multiplies and the epilogue runs in fp32 (fp64 for fp64). On a card the tables of
+matmul_launch.py say by op and shape whether Triton multiplies with the epilogue fused, or torch. fp32 is multiplied
+without tf32 unless torch is told so. What is not here: communication inside the matmul, fp8.
 """
+
+import math
 
 import torch
 
+from plait.kernels.activations import ACTIVATIONS, activate, activation_grad
+from plait.kernels.dropout_op import check_rng
 from plait.kernels.gated import swiglu_grad_op, swiglu_ref
-from plait.kernels.launch import below_autograd, check, check_device, check_floating, compute_dtype, register
-
-_functional = torch.nn.functional
-# The position is the code that the registered ops carry.
-ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "relu2")
-
-
-def _activate(x: torch.Tensor, code: int) -> torch.Tensor:
-    """The activation of number `code` on an fp32 or fp64 tensor."""
-    if code == 1:
-        return _functional.gelu(x)
-    if code == 2:
-        return _functional.gelu(x, approximate="tanh")
-    if code == 3:
-        return _functional.silu(x)
-    return x.relu().square()
-
-
-def _activation_grad(dout: torch.Tensor, pre: torch.Tensor, code: int) -> torch.Tensor:
-    """dout * activation'(pre) in dout's dtype; arithmetic in the compute dtype."""
-    dtype = compute_dtype(pre.dtype)
-    wide, x = dout.to(dtype), pre.to(dtype)
-    if code == 1:
-        grad = torch.ops.aten.gelu_backward(wide, x)
-    elif code == 2:
-        grad = torch.ops.aten.gelu_backward(wide, x, approximate="tanh")
-    elif code == 3:
-        grad = torch.ops.aten.silu_backward(wide, x)
-    else:
-        grad = wide * x.relu().mul_(2.0)
-    return grad.to(dout.dtype)
+from plait.kernels.launch import (
+    below_autograd,
+    check,
+    check_device,
+    check_floating,
+    compute_dtype,
+    register,
+    use_triton,
+)
+from plait.kernels.matmul_direct import (
+    activation_backward,
+    dgrad,
+    drop,
+    flat,
+    forward,
+    forward_act,
+    forward_swiglu,
+    wgrad,
+    wgrad_into,
+    wgrad_sums,
+)
+from plait.kernels.matmul_direct import forward_into as forward_into
 
 
 def linear_ref(
@@ -49,23 +45,32 @@ def linear_ref(
     *,
     activation: str | None = None,
     residual: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng: torch.Tensor | None = None,
+    sample_offset: int = 0,
+    row_offset: int = 0,
+    col_offset: int = 0,
 ) -> torch.Tensor:
     """The oracle; differentiable by torch."""
     dtype = compute_dtype(x.dtype)
     out = x.to(dtype) @ weight.to(dtype).t()
     if bias is not None:
         out = out + bias.to(dtype)
-    if activation is not None:
-        out = _activate(out, ACTIVATIONS.index(activation))
+    out = activate(out, ACTIVATIONS.index(activation))
+    if rng is not None and dropout_p > 0.0:
+        out = drop(out, (rng, dropout_p, sample_offset, row_offset, col_offset))
     if residual is not None:
         out = out + residual.to(dtype)
     return out.to(x.dtype)
 
 
-def linear_dgrad_ref(dout: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def linear_dgrad_ref(
+    dout: torch.Tensor, weight: torch.Tensor, *, pre: torch.Tensor | None = None, activation: str | None = None
+) -> torch.Tensor:
     """The oracle of linear_dgrad."""
     dtype = compute_dtype(dout.dtype)
-    return (dout.to(dtype) @ weight.to(dtype)).to(dout.dtype)
+    dx = dout.to(dtype) @ weight.to(dtype)
+    return (dx if pre is None else activation_grad(dx, pre.to(dtype), ACTIVATIONS.index(activation))).to(dout.dtype)
 
 
 def linear_wgrad_ref(x: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
@@ -78,64 +83,6 @@ def linear_swiglu_ref(x: torch.Tensor, gate_up_weight: torch.Tensor) -> torch.Te
     """The oracle of linear_swiglu."""
     dtype = compute_dtype(x.dtype)
     return swiglu_ref(x.to(dtype) @ gate_up_weight.to(dtype).t()).to(x.dtype)
-
-
-def forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
-) -> torch.Tensor:
-    """linear without checks or graph: the kernel itself, for code that has a backward of its own."""
-    out = _functional.linear(x, weight, bias)
-    return out if residual is None else out.add_(residual)
-
-
-def forward_into(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    """x[M, K] @ weight[N, K]^T + bias into out[M, N], whose rows may lie apart; without checks or graph."""
-    if bias is None:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.addmm(bias, x, weight.t(), out=out)
-
-
-def _linear_act_kernel(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, activation: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, the value before the activation)."""
-    pre = _functional.linear(x, weight, bias)
-    out = _activate(pre.to(compute_dtype(x.dtype)), activation)
-    if residual is not None:
-        out = out.add_(residual)
-    return out.to(x.dtype), pre
-
-
-def dgrad(dout: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """dout[..., N] @ weight[N, K] without checks or graph: for code that has a backward of its own."""
-    return torch.mm(dout, weight) if dout.dim() == 2 else torch.matmul(dout, weight)
-
-
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-
-
-def _wgrad_kernel(x: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
-    return torch.mm(_flat(dout).t(), _flat(x))
-
-
-def wgrad_into(x: torch.Tensor, dout: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
-    """`linear_wgrad` into out[N, K], written or added to, without checks or graph."""
-    rows, grads = _flat(x), _flat(dout).t()
-    if out.dtype == x.dtype:
-        out.addmm_(grads, rows, beta=1.0 if accumulate else 0.0)
-    elif x.is_cuda:
-        product = torch.mm(grads, rows, out_dtype=out.dtype)
-        out.add_(product) if accumulate else out.copy_(product)
-    else:
-        out.addmm_(grads.to(out.dtype), rows.to(out.dtype), beta=1.0 if accumulate else 0.0)
-
-
-def _linear_swiglu_kernel(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, gate_up)."""
-    gate_up = _functional.linear(x, weight)
-    return torch.ops.plait.swiglu(gate_up), gate_up
 
 
 class _Linear(torch.autograd.Function):
@@ -152,37 +99,39 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, dout):
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias, need_residual = ctx.needs_input_grad
-        return (
-            _dgrad(dout, weight) if need_x else None,
-            _wgrad(x, dout) if need_weight else None,
-            _flat(dout).sum(0) if need_bias else None,
-            dout if need_residual else None,
-        )
+        dweight = dbias = None
+        if need_weight and need_bias and use_triton(x) and not torch.is_grad_enabled():
+            dweight, dbias = _wgrad_sums(x, dout)  # has no gradient of its own
+        else:
+            dweight = _wgrad(x, dout) if need_weight else None
+            dbias = flat(dout).sum(0) if need_bias else None
+        return _dgrad(dout, weight) if need_x else None, dweight, dbias, dout if need_residual else None
 
 
 class _LinearAct(torch.autograd.Function):
-    """Saves x and weight (the caller's) and the value before the activation: one output's bytes."""
+    """Saves x, weight and rng (the caller's) and, with an activation, the value before it: one output's bytes."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, residual, activation):
+    def forward(ctx, x, weight, bias, residual, activation, rng=None, p=0.0, *place):
         with below_autograd():
-            out, pre = _linear_act(x, weight, bias, residual, activation)
-        ctx.save_for_backward(x, weight, pre)
-        ctx.activation = activation
+            out, pre = _linear_act(x, weight, bias, residual, activation, rng, p, *place)
+        ctx.save_for_backward(x, weight, pre if activation else None, rng)
+        ctx.activation, ctx.place = activation, (p, *place)
         ctx.mark_non_differentiable(pre)
         return out, pre
 
     @staticmethod
     def backward(ctx, dout, _):
-        x, weight, pre = ctx.saved_tensors
-        need_x, need_weight, need_bias, need_residual, _ = ctx.needs_input_grad
-        dpre = _act_grad(dout, pre, ctx.activation)
+        x, weight, pre, rng = ctx.saved_tensors
+        need_x, need_weight, need_bias, need_residual = ctx.needs_input_grad[:4]
+        place = (*ctx.place, 0, 0, 0)[:4]
+        dpre, dbias = _act_grad(dout, pre, ctx.activation, rng, *place, need_bias)
         return (
             _dgrad(dpre, weight) if need_x else None,
             _wgrad(x, dpre) if need_weight else None,
-            _flat(dpre).sum(0) if need_bias else None,
+            dbias if need_bias else None,
             dout if need_residual else None,
-            None,
+            *(None,) * (len(ctx.needs_input_grad) - 4),
         )
 
 
@@ -249,16 +198,33 @@ _linear = register(
     lambda x, weight, bias, residual: _out_like(x, weight),
     _Linear.apply,
 )
+_PLACE = "float p=0.0, int sample_offset=0, int row_offset=0, int col_offset=0"
 _linear_act = register(
-    "linear_act(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int activation) -> (Tensor, Tensor)",
-    _linear_act_kernel,
-    lambda x, weight, bias, residual, activation: (_out_like(x, weight), _out_like(x, weight)),
+    "linear_act(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int activation, Tensor? rng=None, "
+    f"{_PLACE}) -> (Tensor, Tensor)",
+    forward_act,
+    lambda x, weight, bias, residual, activation, *_: (
+        _out_like(x, weight), _out_like(x, weight) if activation else x.new_empty(0)
+    ),
     _LinearAct.apply,
-)
+)  # fmt: skip
 _act_grad = register(
-    "activation_grad(Tensor dout, Tensor pre, int activation) -> Tensor",
-    _activation_grad,
-    lambda dout, pre, activation: dout.new_empty(dout.shape),
+    f"activation_grad(Tensor dout, Tensor? pre, int activation, Tensor? rng=None, {_PLACE}, bool sums=False)"
+    " -> (Tensor, Tensor)",
+    activation_backward,
+    lambda dout, pre, activation, rng=None, p=0.0, sample_offset=0, row_offset=0, col_offset=0, sums=False: (
+        dout.new_empty(dout.shape), dout.new_empty(dout.shape[-1] if sums else 0)
+    ),
+)  # fmt: skip
+_dgrad_act = register(
+    "linear_dgrad_act(Tensor dout, Tensor weight, Tensor pre, int activation) -> Tensor",
+    dgrad,
+    lambda dout, weight, pre, activation: dout.new_empty((*dout.shape[:-1], weight.shape[1])),
+)
+_wgrad_sums = register(
+    "linear_wgrad_sums(Tensor x, Tensor dout) -> (Tensor, Tensor)",
+    wgrad_sums,
+    lambda x, dout: (x.new_empty((dout.shape[-1], x.shape[-1])), x.new_empty(dout.shape[-1])),
 )
 _dgrad = register(
     "linear_dgrad(Tensor dout, Tensor weight) -> Tensor",
@@ -268,18 +234,18 @@ _dgrad = register(
 )
 _wgrad = register(
     "linear_wgrad(Tensor x, Tensor dout) -> Tensor",
-    _wgrad_kernel,
+    wgrad,
     lambda x, dout: x.new_empty((dout.shape[-1], x.shape[-1])),
     _Wgrad.apply,
 )
 _wgrad_into = register(
-    "linear_wgrad_(Tensor x, Tensor dout, Tensor(a!) out, bool accumulate) -> ()",
+    "linear_wgrad_(Tensor x, Tensor dout, Tensor(a!) out, bool accumulate, Tensor(b!)? bias_grad=None) -> ()",
     wgrad_into,
-    lambda x, dout, out, accumulate: None,
+    lambda x, dout, out, accumulate, bias_grad=None: None,
 )
 _linear_swiglu = register(
     "linear_swiglu(Tensor x, Tensor weight) -> (Tensor, Tensor)",
-    _linear_swiglu_kernel,
+    forward_swiglu,
     lambda x, weight: (x.new_empty((*x.shape[:-1], weight.shape[0] // 2)), _out_like(x, weight)),
     _LinearSwiGLU.apply,
 )
@@ -292,6 +258,11 @@ def _check_product(op: str, x: torch.Tensor, weight: torch.Tensor, dim: int, nam
     )
 
 
+def _code(op: str, activation: str | None) -> int:
+    check(activation in ACTIVATIONS, lambda: f"{op}: activation {activation!r}; expected one of {ACTIVATIONS}")
+    return ACTIVATIONS.index(activation)
+
+
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -299,11 +270,17 @@ def linear(
     *,
     activation: str | None = None,
     residual: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng: torch.Tensor | None = None,
+    sample_offset: int = 0,
+    row_offset: int = 0,
+    col_offset: int = 0,
 ) -> torch.Tensor:
-    """activation(x[..., K] @ weight[N, K]^T + bias[N]) + residual[..., N], in x's dtype (the same for all).
+    """dropout(activation(x[..., K] @ weight[N, K]^T + bias[N])) + residual[..., N], in x's dtype (the same for all).
 
-    Saves x and weight, with an activation also the value before it. Raises TypeError on dtypes, ValueError on an
-    unknown activation, shapes or devices.
+    Dropout as `dropout` does it, with its `rng` and offsets, for x[B, T, K] or [T, K]. Saves x and weight, with an
+    activation also the value before it; the mask is drawn again in backward. Raises TypeError on dtypes, ValueError
+    on an unknown activation, dropout without rng, shapes or devices.
     """
     check_floating("linear", x=x, weight=weight)
     _check_product("linear", x, weight, 1, "x")
@@ -319,27 +296,51 @@ def linear(
             residual.shape == (*x.shape[:-1], weight.shape[0]),
             lambda: f"linear: residual {tuple(residual.shape)} must be {(*x.shape[:-1], weight.shape[0])}",
         )
-    if activation is None:
-        return _linear(x, weight, bias, residual)
-    check(activation in ACTIVATIONS, lambda: f"linear: activation {activation!r}; expected one of {ACTIVATIONS}")
-    return _linear_act(x, weight, bias, residual, ACTIVATIONS.index(activation))[0]
+    code = _code("linear", activation)
+    check(0.0 <= dropout_p < 1.0, lambda: f"linear: dropout_p is {dropout_p}; expected 0 <= dropout_p < 1")
+    if dropout_p == 0.0:
+        return _linear_act(x, weight, bias, residual, code)[0] if code else _linear(x, weight, bias, residual)
+    if rng is None:
+        raise ValueError("linear: dropout_p > 0 needs rng, int64 [2] = (seed, offset)")
+    check_rng("linear", rng, x)
+    check(x.dim() in (2, 3), lambda: f"linear: x {tuple(x.shape)} must be [B, T, K] or [T, K] for dropout")
+    place = (sample_offset, row_offset, col_offset)
+    return _linear_act(x, weight, bias, residual, code, rng, dropout_p, *place)[0]
 
 
-def linear_dgrad(dout: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The input gradient dout[..., N] @ weight[N, K], in dout's dtype. Errors as `linear`."""
+def linear_dgrad(
+    dout: torch.Tensor, weight: torch.Tensor, *, pre: torch.Tensor | None = None, activation: str | None = None
+) -> torch.Tensor:
+    """The input gradient dout[..., N] @ weight[N, K], in dout's dtype. Errors as `linear`.
+
+    With `pre` [..., K] and `activation` times activation'(pre): the gradient before the activation that made the
+    input; that form has no gradient of its own.
+    """
     check_floating("linear_dgrad", dout=dout, weight=weight)
     _check_product("linear_dgrad", dout, weight, 0, "dout")
-    return _dgrad(dout, weight)
+    if pre is None:
+        return _dgrad(dout, weight)
+    check_floating("linear_dgrad", dout=dout, pre=pre)
+    shape = (*dout.shape[:-1], weight.shape[1])
+    check(pre.shape == shape, lambda: f"linear_dgrad: pre has shape {tuple(pre.shape)}; expected {shape}")
+    code = _code("linear_dgrad", activation)
+    return _dgrad_act(dout, weight, pre, code) if code else _dgrad(dout, weight)
 
 
 def linear_wgrad(
-    x: torch.Tensor, dout: torch.Tensor, out: torch.Tensor | None = None, accumulate: bool = False
+    x: torch.Tensor,
+    dout: torch.Tensor,
+    out: torch.Tensor | None = None,
+    accumulate: bool = False,
+    *,
+    bias_grad: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The weight gradient dout^T @ x over all leading dims, [N, K].
 
     Without `out` it comes in x's dtype. `out` (x's dtype or fp32, [N, K] or of that many elements with the same first
-    dim times the others, contiguous) is overwritten, or added to with `accumulate`, and returned.
-    Raises TypeError on dtypes, ValueError on shapes, devices, or an `out` that is not contiguous.
+    dim times the others, contiguous) is overwritten, or added to with `accumulate`, and returned; so is `bias_grad`
+    [N], of the same dtypes, with the sums of dout. Raises TypeError on dtypes, ValueError on shapes, devices, an
+    `out` that is not contiguous or a `bias_grad` without `out`.
     """
     check_floating("linear_wgrad", x=x, dout=dout)
     check(
@@ -347,17 +348,24 @@ def linear_wgrad(
         lambda: f"linear_wgrad: x {tuple(x.shape)} and dout {tuple(dout.shape)} must agree but for the last dim",
     )
     if out is None:
+        check(bias_grad is None, lambda: "linear_wgrad: bias_grad needs out, which is written as it is")
         return _wgrad(x, dout)
-    check_device("linear_wgrad", x, out=out)
-    if out.dtype not in (x.dtype, torch.float32) or (x.dtype is torch.float64 and out.dtype != x.dtype):
-        raise TypeError(f"linear_wgrad: out is {out.dtype}; expected {x.dtype} or float32")
     shape = (dout.shape[-1], x.shape[-1])
-    check(
-        out.is_contiguous() and out.numel() == shape[0] * shape[1],
-        lambda: f"linear_wgrad: out {tuple(out.shape)} must be contiguous with the elements of {shape}",
-    )
-    _wgrad_into(x, dout, out.view(shape), accumulate)
+    _check_target(x, "out", out, shape)
+    if bias_grad is not None:
+        _check_target(x, "bias_grad", bias_grad, shape[:1])
+    _wgrad_into(x, dout, out.view(shape), accumulate, None if bias_grad is None else bias_grad.view(-1))
     return out
+
+
+def _check_target(x: torch.Tensor, name: str, out: torch.Tensor, shape: tuple[int, ...]) -> None:
+    check_device("linear_wgrad", x, **{name: out})
+    if out.dtype not in (x.dtype, torch.float32) or (x.dtype is torch.float64 and out.dtype != x.dtype):
+        raise TypeError(f"linear_wgrad: {name} is {out.dtype}; expected {x.dtype} or float32")
+    check(
+        out.is_contiguous() and out.numel() == math.prod(shape),
+        lambda: f"linear_wgrad: {name} {tuple(out.shape)} must be contiguous with the elements of {shape}",
+    )
 
 
 def linear_swiglu(x: torch.Tensor, gate_up_weight: torch.Tensor) -> torch.Tensor:

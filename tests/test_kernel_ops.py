@@ -109,7 +109,10 @@ def test_opcheck(name, arguments):
 
 @interpret
 @needs_interpreter
-@pytest.mark.parametrize("name,arguments", _each(["rms_norm_residual", "swiglu", "rope", "rope_", "attention"]))
+@pytest.mark.parametrize(
+    "name,arguments",
+    _each(["rms_norm_residual", "swiglu", "rope", "rope_", "attention", "linear", "activation_grad"]),
+)
 def test_opcheck_of_interpreted_kernels(name, arguments):
     opcheck(getattr(OPS, name).default, arguments)
 
@@ -141,7 +144,9 @@ def test_gradcheck_in_fp64(name, arguments):
 
 @interpret
 @needs_interpreter
-@pytest.mark.parametrize("name,arguments", _each(["rms_norm", "swiglu", "rope", "attention"]))
+@pytest.mark.parametrize(
+    "name,arguments", _each(["rms_norm", "swiglu", "rope", "attention", "linear", "linear_act", "linear_swiglu"])
+)
 def test_gradcheck_of_interpreted_kernels_in_fp64(name, arguments):
     _gradcheck(name, arguments)
 
