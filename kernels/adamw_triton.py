@@ -30,6 +30,8 @@ from plait.kernels.tables import (
 
 # Elements per pass of a program: 8 a thread of 4 warps, so that each access is 16 bytes or two of them (derived).
 _BLOCK = 1024
+# Strided offsets take several 64-bit registers an element (1024: 220 registers on sm_90).
+_BLOCK_STRIDED = 512
 # Chunks of a table are up to 8 passes long once there are enough of them for 16 programs on each of 132
 # multiprocessors: the search in the table is then paid once per 8 passes (derived).
 _MAX_PASSES, _ENOUGH_CHUNKS = 8, 2112
@@ -228,6 +230,7 @@ def table_launch(
     """All runs of a table whose tensors have the dtypes of `like`."""
     arguments, constants = _shared(step, like)
     constants |= {"GRAD": _NAMES[like[1].dtype], "ALIGNED": aligned, "STRIDED": strided, "WIDTH": _width(strided)}
+    constants["BLOCK"] = _BLOCK_STRIDED if strided else _BLOCK
     return Launch(_adamw_table, (num_chunks,), (table, num_rows, num_passes * _BLOCK, *arguments), constants)
 
 

@@ -1,14 +1,45 @@
 """l2_norm: the Euclidean norm of many tensors at once, in fp32 (fp64 when any tensor is fp64).
 
-`l2_norm_squared` is the sum that ranks add before the root. The order of the sum is that of the list, so that runs
-agree bit for bit. Each element is read once; NaN and inf pass through.
+`l2_norm_squared` is the sum that ranks add before the root. Each element is read once; NaN and inf pass through.
+The sum has two stages: each chunk of a tensor (tables.py) lane by lane, then over the lanes; then the chunks of all
+tensors in the order of the list. Chunks depend on sizes alone, so that runs agree bit for bit. Launches: one for each
+kind of tensor present (dtype, aligned or not, strided), and one for the second stage.
 """
 
 from collections.abc import Sequence
 
 import torch
+import triton
+import triton.language as tl
 
-from plait.kernels.launch import check, check_device, compute_dtype, register
+from plait.kernels.launch import Launch, check, check_device, compute_dtype, register, triton_dtype
+from plait.kernels.tables import (
+    Run,
+    collapse,
+    device_table,
+    find_row,
+    split_tail,
+    strided_offsets,
+    strided_runs,
+    use_tables,
+    wide_pointer,
+    with_chunks,
+)
+
+# Elements per pass of a program: 16 a thread of 4 warps, two 16-byte reads in flight in 16-bit (derived).
+_BLOCK = 2048
+# Strided offsets take several 64-bit registers an element; 2048 of them spill (compiled for sm_90).
+_BLOCK_STRIDED = 512
+# A chunk has more passes where there would be more chunks than this: the second stage is one program (derived).
+_MAX_CHUNKS = 8192
+_MAX_SINGLE = 3
+_BLOCK_PARTIALS = 1024
+_NAMES = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
 
 
 def _dtype_of(tensors: Sequence[torch.Tensor]) -> torch.dtype:
@@ -29,10 +60,134 @@ def l2_norm_ref(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return l2_norm_squared_ref(tensors).sqrt()
 
 
+@triton.jit
+def _square_run(
+    x_ptr, partial_ptr, stop, chunk_length, COMPUTE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    chunk = tl.program_id(0).to(tl.int64)
+    begin = chunk * chunk_length
+    sums = tl.zeros([BLOCK], COMPUTE)
+    for done in range(0, tl.minimum(chunk_length, stop - begin), BLOCK):
+        offsets = begin + done + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + offsets, mask=offsets < stop, other=0.0).to(COMPUTE)  # [BLOCK]
+        sums += x * x
+    tl.store(partial_ptr + chunk, tl.sum(sums, axis=0).to(partial_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _square_table(
+    table_ptr, partial_ptr, num_rows, chunk_length,
+    INPUT: tl.constexpr, COMPUTE: tl.constexpr, ALIGNED: tl.constexpr, STRIDED: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0).to(tl.int64)
+    row_ptr = find_row(table_ptr, num_rows, chunk, WIDTH)
+    stop = tl.load(row_ptr + 1)
+    if ALIGNED:  # a promise of the table, told to the compiler
+        stop = stop // 16 * 16
+    chunk -= tl.load(row_ptr)
+    x_ptr = wide_pointer(row_ptr, 3, INPUT, ALIGNED)
+    begin = chunk * chunk_length
+    sums = tl.zeros([BLOCK], COMPUTE)
+    for done in range(0, tl.minimum(chunk_length, stop - begin), BLOCK):
+        places = begin + done + tl.arange(0, BLOCK)
+        offsets = places
+        if STRIDED:
+            offsets = strided_offsets(row_ptr + 4, 0, places)
+        x = tl.load(x_ptr + offsets, mask=places < stop, other=0.0).to(COMPUTE)  # [BLOCK]
+        sums += x * x
+    slot = tl.load(row_ptr + 2) + chunk
+    tl.store(partial_ptr + slot, tl.sum(sums, axis=0).to(partial_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _add_partials(partial_ptr, out_ptr, num_partials, BLOCK: tl.constexpr):
+    sums = tl.zeros([BLOCK], partial_ptr.dtype.element_ty)
+    for start in range(0, num_partials, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        sums += tl.load(partial_ptr + offsets, mask=offsets < num_partials, other=0.0)
+    tl.store(out_ptr, tl.sum(sums, axis=0))
+
+
+def run_launch(x: torch.Tensor, partial: torch.Tensor, num_passes: int) -> Launch:
+    """Sums of the chunks of one contiguous run into `partial`."""
+    length = num_passes * _BLOCK
+    constants = {"COMPUTE": triton_dtype(x.dtype), "BLOCK": _BLOCK}
+    return Launch(_square_run, (triton.cdiv(x.numel(), length),), (x, partial, x.numel(), length), constants)
+
+
+def table_launch(
+    table: torch.Tensor, partial: torch.Tensor, num_rows: int, num_chunks: int, num_passes: int, dtype: torch.dtype,
+    *, aligned: bool, strided: bool = False,
+) -> Launch:  # fmt: skip
+    """Sums of the chunks of all runs of a table, each at its place in `partial`; all tensors have `dtype`."""
+    constants = {
+        "INPUT": _NAMES[dtype],
+        "COMPUTE": triton_dtype(dtype),
+        "ALIGNED": aligned,
+        "STRIDED": strided,
+        "WIDTH": 11 if strided else 4,
+        "BLOCK": _BLOCK_STRIDED if strided else _BLOCK,
+    }
+    return Launch(_square_table, (num_chunks,), (table, partial, num_rows, num_passes * _BLOCK), constants)
+
+
+def partials_launch(partial: torch.Tensor, out: torch.Tensor) -> Launch:
+    """The sum of `partial` in order, into 0-dim `out`."""
+    return Launch(_add_partials, (1,), (partial, out, partial.numel()), {"BLOCK": _BLOCK_PARTIALS}, num_warps=8)
+
+
+def _runs_of(x: torch.Tensor) -> list[tuple[bool, Run, list[int]]]:
+    """(strided, run, row without first chunk and slot: stop, address, sizes and strides) of one tensor."""
+    address, size = x.data_ptr(), x.element_size()
+    if not x.is_contiguous():
+        sizes, (steps,) = collapse(x.shape, [x.stride()], any_order=True)
+        if len(sizes) > 1 or steps != [1]:
+            runs = strided_runs([address], [size], sizes, [steps])
+            return [(True, Run(0, r.numel, False), [r.numel, *r.addresses, *r.tail]) for r in runs]
+    return [(False, r, [r.stop - r.start, address + r.start * size]) for r in split_tail(address, x.numel())]
+
+
+def first_launches(tensors: Sequence[torch.Tensor]) -> tuple[list[Launch], torch.Tensor]:
+    """The launches of the first stage and the sums that they write, one per chunk, in the order of the list."""
+    length = _BLOCK * max(1, sum(x.numel() for x in tensors) // (_BLOCK * _MAX_CHUNKS))
+    pieces = [(x, *run) for x in tensors if x.numel() for run in _runs_of(x)]
+    kinds: dict[tuple[bool, bool, torch.dtype], list[list[int]]] = {}
+    num_slots, slots = 0, []
+    for x, strided, run, (stop, *place) in pieces:
+        kinds.setdefault((strided, run.aligned, x.dtype), []).append([stop, num_slots, *place])
+        slots.append(num_slots)
+        num_slots += -(-stop // length)
+    partial = torch.empty(num_slots, dtype=_dtype_of(tensors), device=tensors[0].device)
+    if len(pieces) <= _MAX_SINGLE and not any(strided for strided, _, _ in kinds):
+        launches = []
+        for (x, _, run, _), slot in zip(pieces, slots, strict=True):
+            view = x.as_strided((run.stop - run.start,), (1,), x.storage_offset() + run.start)
+            launches.append(run_launch(view, partial[slot:], length // _BLOCK))
+        return launches, partial
+    values: list[int] = []
+    parts = []
+    for (strided, aligned, dtype), rows in kinds.items():
+        flat, num_chunks = with_chunks(rows, length)
+        parts.append((len(values), len(rows), num_chunks, dtype, {"aligned": aligned, "strided": strided}))
+        values += flat
+    table = device_table(values, partial.device)
+    return [
+        table_launch(table[start:], partial, num_rows, num_chunks, length // _BLOCK, dtype, **kind)
+        for start, num_rows, num_chunks, dtype, kind in parts
+    ], partial
+
+
 def _kernel(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     dtype = _dtype_of(tensors)
-    norms = torch._foreach_norm([t.detach() for t in tensors], 2, dtype=dtype)
-    return torch.stack(norms).square_().sum()
+    if not use_tables(tensors):
+        norms = torch._foreach_norm([t.detach() for t in tensors], 2, dtype=dtype)
+        return torch.stack(norms).square_().sum()
+    launches, partial = first_launches(tensors)
+    out = torch.empty((), dtype=dtype, device=partial.device)
+    for launch in (*launches, partials_launch(partial, out)):
+        launch.run()
+    return out
 
 
 _l2_norm_squared = register(
@@ -48,7 +203,7 @@ def l2_norm_squared(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     tensors = list(tensors)
     check(len(tensors) > 0, lambda: "l2_norm_squared: no tensors; expected at least one")
     for tensor in tensors:
-        if not tensor.is_floating_point():
+        if tensor.dtype not in _NAMES:
             raise TypeError(f"l2_norm_squared: a tensor is {tensor.dtype}; expected a floating dtype")
         check_device("l2_norm_squared", tensors[0], tensor=tensor)
     return _l2_norm_squared(tensors)
