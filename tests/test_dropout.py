@@ -1,13 +1,19 @@
 """dropout and its Philox bits: fixed by position and key, the same in torch and in Triton."""
 
+import itertools
+
 import pytest
 import torch
 import triton
 import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.library import opcheck
 
 from plait.kernels import dropout, dropout_ref, philox_ref
+from plait.kernels.dropout_op import forward_launch
 from plait.kernels.philox import keep_mask_ref, keep_threshold, philox_keep, philox_load_key
-from tests.cases import TOLERANCE, compare, interpret, needs_interpreter, normal
+from tests.cases import TOLERANCE, compare, dtype_support, interpret, needs_interpreter, normal
 
 RNG = torch.tensor([42, 7])
 
@@ -99,6 +105,125 @@ def test_zero_probability_changes_nothing_and_bad_input_is_refused():
         (lambda: dropout(x, 1.0, RNG), ValueError, "p is 1.0"),
         (lambda: dropout(x[0], 0.5, RNG), ValueError, r"expected \[B, T, D\]"),
         (lambda: dropout(x, 0.5, RNG[:1]), TypeError, "expected int64"),
+        (lambda: dropout(x.int(), 0.5, RNG), TypeError, "x is torch.int32"),
+        (lambda: dropout(x, 0.5, RNG, row_offset=-1), ValueError, "offsets are"),
+        (lambda: dropout(x, 0.5, RNG.to("meta")), ValueError, "rng is on meta"),
     ):
         with pytest.raises(error, match=text):
             call()
+
+
+# ---- the kernel ----
+
+# (shape, offsets of the first element): one element, odd, columns that begin within a group of four, several blocks.
+PLACES = (
+    ((1, 1, 1), (0, 0, 0)),
+    ((2, 3, 8), (0, 0, 0)),
+    ((1, 5, 7), (3, 1, 2)),
+    ((3, 2, 65), (0, 1000, 3)),
+    ((1, 300, 5), (2**31, 2**31, 0)),
+    ((1, 2, 1100), (0, 2**20, 2**33 + 1)),
+    ((0, 3, 4), (0, 0, 0)),
+    ((2, 0, 4), (0, 0, 0)),
+    ((2, 3, 0), (0, 0, 1)),
+)
+
+
+def _check_kernel(x, offsets, p=0.3):
+    names = ("sample_offset", "row_offset", "col_offset")
+    how = dict(zip(names, offsets, strict=True))
+    with dtype_support(x.dtype):
+        got = dropout(x, p, RNG, **how)
+    assert got.is_contiguous() and got.dtype is x.dtype
+    assert torch.equal(got, dropout_ref(x, p, RNG, **how))
+
+
+@interpret
+@needs_interpreter
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape,offsets", PLACES)
+def test_triton_has_the_bits_of_the_oracle(shape, offsets, dtype):
+    _check_kernel(normal(*shape, dtype=dtype), offsets)
+
+
+@interpret
+@needs_interpreter
+@settings(max_examples=40, deadline=None)
+@given(
+    st.permutations(range(3)),
+    st.tuples(st.integers(0, 2), st.integers(0, 5), st.integers(0, 9) | st.integers(100, 140)),
+    st.tuples(*[st.integers(1, 3)] * 3),
+    st.tuples(*[st.booleans()] * 3),
+    st.tuples(st.integers(0, 2**31), st.integers(0, 2**31), st.integers(0, 2**33)),
+    st.sampled_from(list(TOLERANCE)),
+    st.integers(1, 2**24 - 1).map(lambda n: n / 2**24),
+)
+def test_triton_has_the_bits_of_the_oracle_in_any_layout(order, shape, steps, broadcast, offsets, dtype, p):
+    """Dims in any order in memory, steps, stride 0, a start off alignment."""
+    sizes = [1 if broadcast[dim] else shape[dim] * steps[dim] for dim in order]
+    home = normal(sizes[0] * sizes[1] * sizes[2] + 1, dtype=dtype)[1:].view(sizes)
+    stepped = home[tuple(slice(None, None, steps[dim]) for dim in order)]
+    x = stepped.permute([order.index(dim) for dim in range(3)]).expand(shape)
+    _check_kernel(x, offsets, p)
+
+
+@interpret
+@needs_interpreter
+@pytest.mark.parametrize("offset", [0, 3])
+def test_block_sizes_change_no_bit(offset):
+    x, outs = normal(2, 5, 38, dtype=torch.float32), []
+    for block in (8, 32, 128):
+        out = torch.empty_like(x)
+        forward_launch(x, RNG, 0.4, 1, 2, offset, out, block).run()
+        outs.append(out)
+    assert all(torch.equal(a, b) for a, b in itertools.pairwise(outs))
+
+
+@interpret
+@needs_interpreter
+def test_every_split_draws_the_same_mask_in_triton():
+    x = torch.ones(4, 6, 11)
+    whole = dropout(x, 0.5, RNG)
+    for sample, row, col in ((0, 0, 0), (1, 2, 3), (3, 5, 10), (2, 0, 5)):
+        part = dropout(x[sample:, row:, col:], 0.5, RNG, sample_offset=sample, row_offset=row, col_offset=col)
+        assert torch.equal(part, whole[sample:, row:, col:])
+
+
+@interpret
+@needs_interpreter
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_gradient_of_the_kernel_is_the_same_op_also_for_a_stride_0_gradient(dtype):
+    x = normal(2, 3, 9, dtype=dtype).requires_grad_()
+    out = dropout(x, 0.5, RNG, col_offset=2)
+    (grad,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
+    assert torch.equal(grad, torch.where(out == 0, 0.0, 2.0).to(dtype))
+    dout = normal(9, 3, 2, dtype=dtype).transpose(0, 2)
+    (grad,) = torch.autograd.grad(out, x, dout)
+    assert torch.equal(grad, dropout_ref(dout, 0.5, RNG, col_offset=2))
+
+
+@interpret
+@needs_interpreter
+def test_dropped_elements_are_zero_where_the_input_is_not_finite():
+    x = torch.full((1, 8, 16), float("nan"))
+    out = dropout(x, 0.5, RNG)
+    assert torch.equal(out.isnan(), dropout(torch.ones_like(x), 0.5, RNG) != 0)
+    assert (out[~out.isnan()] == 0).all()
+
+
+@interpret
+@needs_interpreter
+def test_huge_strides_do_not_overflow_32_bits():
+    stride = (1 << 30) + 16
+    storage = torch.empty(4 * stride + 8, dtype=torch.float16)  # never touched but for six rows
+    x = storage.as_strided((2, 3, 8), (2 * stride, stride, 1))
+    x.copy_(normal(2, 3, 8))
+    _check_kernel(x, (0, 0, 0))
+
+
+@interpret
+@needs_interpreter
+def test_two_runs_have_equal_bits_and_the_op_passes_opcheck():
+    x = normal(2, 3, 8, dtype=torch.float32)
+    assert torch.equal(dropout(x, 0.25, RNG), dropout(x, 0.25, RNG))
+    opcheck(torch.ops.plait.dropout.default, (x.requires_grad_(), RNG, 0.25, 1, 2, 3))
