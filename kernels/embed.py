@@ -1,13 +1,14 @@
 """embedding: rows of a vocabulary shard by token; tokens of other shards give rows of zeros.
 
-Backward sums the gradients of equal tokens in the order of the tokens (torch's dense embedding gradient: no atomics
-on the CPU, sorted segments on CUDA), so that runs agree bit for bit. `embedding_wgrad` is that sum alone and can add
-into an fp32 view of a gradient bucket.
+Backward sums the gradients of equal tokens in a fixed order without atomics, so that runs agree bit for bit: on the
+CPU in the order of the tokens (torch's dense embedding gradient), on CUDA in windows of the sorted tokens
+(embed_triton.py). `embedding_wgrad` is that sum alone and can add into an fp32 view of a gradient bucket.
 """
 
 import torch
 
-from plait.kernels.launch import below_autograd, check, check_device, check_floating, register
+from plait.kernels.embed_triton import add_rows, lookup
+from plait.kernels.launch import below_autograd, check, check_device, check_floating, register, use_triton
 
 
 def embedding_ref(tokens: torch.Tensor, weight: torch.Tensor, *, vocab_start: int = 0) -> torch.Tensor:
@@ -27,6 +28,8 @@ def _all_inside(local: torch.Tensor, num_rows: int) -> bool:
 
 def forward(tokens: torch.Tensor, weight: torch.Tensor, vocab_start: int) -> torch.Tensor:
     """embedding without checks or graph: the kernel itself, for code that has a backward of its own."""
+    if use_triton(weight):
+        return lookup(tokens, weight, vocab_start)
     local = tokens - vocab_start if vocab_start else tokens
     if _all_inside(local, weight.shape[0]):
         return torch.nn.functional.embedding(local, weight)
@@ -36,6 +39,10 @@ def forward(tokens: torch.Tensor, weight: torch.Tensor, vocab_start: int) -> tor
 
 
 def _backward(dout: torch.Tensor, tokens: torch.Tensor, num_rows: int, vocab_start: int) -> torch.Tensor:
+    if use_triton(dout):
+        out = dout.new_empty((num_rows, dout.shape[-1]))
+        add_rows(dout, tokens, out, vocab_start, accumulate=False)
+        return out
     local = tokens - vocab_start if vocab_start else tokens
     outside = (local < 0) | (local >= num_rows)
     # One row past the shard collects what belongs elsewhere; being the padding row, it is skipped, not summed.
@@ -48,6 +55,9 @@ def wgrad_into(
     dout: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor, vocab_start: int, accumulate: bool
 ) -> None:
     """`embedding_wgrad` without checks or graph."""
+    if use_triton(dout):
+        add_rows(dout, tokens, out, vocab_start, accumulate)
+        return
     local = tokens - vocab_start if vocab_start else tokens
     if accumulate and _all_inside(local, out.shape[0]):
         out.index_add_(0, local.reshape(-1), dout.reshape(-1, dout.shape[-1]).to(out.dtype))  # in the tokens' order
@@ -111,12 +121,19 @@ def embedding_wgrad(
     tokens: torch.Tensor, dout: torch.Tensor, out: torch.Tensor, *, vocab_start: int = 0, accumulate: bool = False
 ) -> torch.Tensor:
     """The weight gradient alone, written or added into `out[V_local, D]` (dout's dtype or fp32); returns `out`."""
+    check_floating("embedding_wgrad", dout=dout)
     check_device("embedding_wgrad", dout, tokens=tokens, out=out)
+    if tokens.dtype is not torch.int64:
+        raise TypeError(f"embedding_wgrad: tokens are {tokens.dtype}; expected torch.int64")
     if out.dtype not in (dout.dtype, torch.float32) or (dout.dtype is torch.float64 and out.dtype != dout.dtype):
         raise TypeError(f"embedding_wgrad: out is {out.dtype}; expected {dout.dtype} or float32")
     check(
-        dout.shape == (*tokens.shape, out.shape[-1]) and out.dim() == 2,
+        out.dim() == 2 and dout.shape == (*tokens.shape, out.shape[-1]),
         lambda: f"embedding_wgrad: dout {tuple(dout.shape)}, tokens {tuple(tokens.shape)}, out {tuple(out.shape)}",
+    )
+    check(
+        out.is_contiguous() or 0 not in out.stride(),
+        lambda: f"embedding_wgrad: out has strides {out.stride()}; its elements share memory",
     )
     _embedding_grad_into(dout, tokens, out, vocab_start, accumulate)
     return out
