@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from plait.kernels import flash_launch, gated, rmsnorm, rotary_triton
+from plait.kernels import flash_launch, gated, matmul_points, norm_rows, rotary_triton
 from plait.kernels.attention_plain import Options
 from plait.kernels.launch import Launch
 
@@ -17,13 +17,15 @@ def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _rms_norm(num_cols: int, backward: bool, residual: bool = False) -> Launch:
-    x, weight = _meta(8192, num_cols), _meta(num_cols)
-    extra, rstd = x if residual else None, _meta(8192, dtype=torch.float32)
+def _norm(num_cols: int, backward: bool, residual: bool = False, centred: bool = False) -> Launch:
+    """rms_norm, or (centred) layer_norm with a bias."""
+    x, weight, rstd = _meta(8192, num_cols), _meta(num_cols), _meta(8192, dtype=torch.float32)
+    extra, mean, bias = x if residual else None, rstd if centred else None, weight if centred else None
     if backward:
         sums = _meta(257, num_cols, dtype=torch.float32)
-        return rmsnorm.backward_launch(x, x, weight, rstd, extra, x, sums)
-    return rmsnorm.forward_launch(x, extra, weight, 1e-6, x, x, rstd)
+        dbias = sums if centred else None
+        return norm_rows.backward_launch(x, x, weight, mean, rstd, extra, x, sums, dbias, 257)
+    return norm_rows.forward_launch(x, extra, weight, bias, 1e-6, x, x, mean, rstd)
 
 
 def _swiglu(num_cols: int, backward: bool) -> Launch:
@@ -64,9 +66,11 @@ def points() -> dict[str, Callable[[], Launch]]:
     for side in ("forward", "backward"):
         backward = side == "backward"
         found[f"swiglu.{side}"] = partial(_swiglu, 14336, backward)
-        for num_cols in (4096, 8192):
-            found[f"rms_norm.{side}.{num_cols}"] = partial(_rms_norm, num_cols, backward)
-            found[f"rms_norm_residual.{side}.{num_cols}"] = partial(_rms_norm, num_cols, backward, True)
+        for num_cols in (4096, 8192, 65536):
+            found[f"rms_norm.{side}.{num_cols}"] = partial(_norm, num_cols, backward)
+            found[f"rms_norm_residual.{side}.{num_cols}"] = partial(_norm, num_cols, backward, True)
+            found[f"layer_norm.{side}.{num_cols}"] = partial(_norm, num_cols, backward, False, True)
+            found[f"layer_norm_residual.{side}.{num_cols}"] = partial(_norm, num_cols, backward, True, True)
     for head_dim in (64, 128):
         found[f"rope.halves.{head_dim}"] = partial(_rope, head_dim, False)
         found[f"rope.neighbours.{head_dim}"] = partial(_rope, head_dim, True)
@@ -74,4 +78,5 @@ def points() -> dict[str, Callable[[], Launch]]:
         causal = Options(True, head_dim**-0.5, 0, 0.0, 0.0, 0, 0)
         for kernel in ("forward", "delta", "dq", "dkdv"):
             found[f"attention.{kernel}.{head_dim}"] = partial(_attention, kernel, head_dim, causal)
+    found |= matmul_points.points()
     return found

@@ -1,0 +1,88 @@
+"""Launches of the matmul kernels by name, for inspection without a GPU.
+
+Not the tiles (matmul_launch.py): a point takes whatever tile the launcher would take on that architecture. Shapes are
+those of a layer of 4096 features over 8192 tokens, and of its eighth on a tensor-parallel rank.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from plait.kernels import activations
+from plait.kernels.inspect import parse_arch
+from plait.kernels.launch import Launch
+from plait.kernels.matmul_launch import Epilogue, plan, product_launches, swiglu_launch
+
+_TOKENS, _MODEL, _FFN, _SHARD = 8192, 4096, 14336, 512
+# The most that one launch does at once: the registers that each tile must fit.
+_GELU, _SILU = 1, 3
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _product(
+    op: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, extra: Epilogue, arch: str, stage: int = 0
+) -> Launch:
+    return product_launches(a, b, out, extra, plan(op, a, b, parse_arch(arch)))[stage]
+
+
+def _forward(num_rows: int, dropout: bool, arch: str = "sm_90", stage: int = 0) -> Launch:
+    """Bias, gelu and residual; pre is kept."""
+    width = _MODEL if num_rows == _TOKENS else _SHARD
+    out, rng = _meta(num_rows, width), _meta(2, dtype=torch.int64)
+    mask = (rng, 0.1, 0, 0, 0) if dropout else None
+    extra = Epilogue(_meta(width), _GELU, True, 0, out, mask, num_rows, out)
+    return _product("epilogue", _meta(num_rows, _MODEL), _meta(width, _MODEL), out, extra, arch, stage)
+
+
+def _plain(op: str, arch: str = "sm_90", dtype: torch.dtype = torch.bfloat16) -> Launch:
+    """The product of forward (with bias), dgrad or wgrad alone."""
+    x, weight = _meta(_TOKENS, _MODEL, dtype=dtype), _meta(_MODEL, _MODEL, dtype=dtype)
+    if op == "wgrad":
+        return _product(op, x.t(), x.t(), weight, Epilogue(), arch)
+    b, bias = (weight.t(), None) if op == "dgrad" else (weight, _meta(_MODEL, dtype=dtype))
+    return _product(op, x, b, x, Epilogue(bias=bias), arch)
+
+
+def _slope(arch: str = "sm_90") -> Launch:
+    x = _meta(_TOKENS, _MODEL)
+    return _product("slope", x, _meta(_MODEL, _MODEL).t(), x, Epilogue(slope=_GELU, pre=x), arch)
+
+
+def _wgrad_wide(arch: str = "sm_90") -> Launch:
+    """Into an fp32 main gradient, with the bias gradient."""
+    x, out = _meta(_TOKENS, _MODEL), _meta(_MODEL, _MODEL, dtype=torch.float32)
+    extra = Epilogue(accumulate=True, sums=_meta(_MODEL, dtype=torch.float32))
+    return _product("wgrad_wide", x.t(), x.t(), out, extra, arch)
+
+
+def _gated(arch: str = "sm_90") -> Launch:
+    x, weight, gate_up = _meta(_TOKENS, _MODEL), _meta(2 * _FFN, _MODEL), _meta(_TOKENS, 2 * _FFN)
+    return swiglu_launch(x, weight, _meta(_TOKENS, _FFN), gate_up, plan("swiglu", x, weight, parse_arch(arch)))
+
+
+def _activation(arch: str = "sm_90") -> Launch:
+    x, mask = _meta(_TOKENS, _MODEL), (_meta(2, dtype=torch.int64), 0.1, 0, 0, 0)
+    return activations.backward_launch(x, x, _SILU, mask, x, _meta(64, _MODEL, dtype=torch.float32))
+
+
+def points() -> dict[str, Callable[..., Launch]]:
+    """Every point by name; each takes arch="sm_90", whose row of the tables it launches."""
+    return {
+        "linear.forward": partial(_plain, "linear"),
+        "linear.epilogue": partial(_forward, _TOKENS, False),
+        "linear.epilogue.dropout": partial(_forward, _TOKENS, True),
+        "linear.swiglu": _gated,
+        "linear.dgrad": partial(_plain, "dgrad"),
+        "linear.dgrad.slope": _slope,
+        "linear.wgrad": partial(_plain, "wgrad"),
+        "linear.wgrad.main": _wgrad_wide,
+        "linear.few_rows": partial(_forward, 16, False),
+        "linear.split": partial(_forward, 256, False),
+        "linear.finish": partial(_forward, 256, False, stage=1),
+        "linear.activation_grad": _activation,
+        "linear.fp32": partial(_plain, "linear", dtype=torch.float32),
+    }
