@@ -167,6 +167,36 @@ def test_gradients_agree_with_transformers(llama, tmp_path):
         torch.testing.assert_close(grads[name], wanted, rtol=0, atol=1e-10 * float(wanted.abs().max()), msg=name)
 
 
+def test_a_frozen_embedding_takes_no_other_gradient_away():
+    """The first block's input needs no gradient then; its weights still do."""
+    wanted = run_model(Mesh.single(), BASE, {})[2]
+    stage = build_stages(BASE, Mesh.single(), seed=7, dtype=torch.float64)[0]
+    stage.embed.weight.requires_grad_(False)
+    stage((), make_inputs(BASE))[0].backward()
+    for name, parameter in stage.named_parameters():
+        if name == "embed.weight":
+            assert parameter.grad is None
+        else:
+            assert torch.equal(parameter.grad, wanted[name]), name
+
+
+def test_a_block_is_one_node_of_the_graph():
+    """A Python function for every op costs more than a small op: docs/log.md has the times."""
+    stage = build_stages(BASE, Mesh.single(), seed=7)[0]
+    todo, seen = [stage((), make_inputs(BASE))[0].grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [following for following, _ in node.next_functions]
+    names = [node.name() for node in seen if "AccumulateGrad" not in node.name()]
+    assert sorted(names) == ["_BlockBackward"] * BASE.num_layers + [
+        "_EmbedBackward",
+        "_LossBackward",
+        "_NormBackward",
+    ]
+
+
 # --- grids ------------------------------------------------------------------------------------------------------
 
 TP_MODEL = replace(BASE, num_heads=8, num_kv_heads=2, head_dim=4, num_layers=2, vocab_size=51, tied=True)
