@@ -4,14 +4,16 @@ Per token, with s = softcap(logits), lse = log sum exp(s), t the target, V all c
     loss = lse - (1 - label_smoothing) * s_t - label_smoothing * mean(s) + z_loss * lse^2
     dloss/ds_j = p_j * (1 + 2 * z_loss * lse) - (1 - label_smoothing) * [j = t] - label_smoothing / V
 An ignored token has loss 0 and no gradient; "mean" divides by the tokens that count, and is 0 when there are none
-(torch gives NaN). Statistics are fp32 (fp64 for fp64).
+(torch gives NaN). Weights per token multiply the losses; "mean" then divides by the sum of those that count.
+Arithmetic and statistics are fp32 (fp64 for fp64). The kernels are in loss_triton.py; the plain functions serve CPUs.
 """
 
 from collections.abc import Callable
 
 import torch
 
-from plait.kernels.launch import check, check_device, check_floating, compute_dtype, register
+from plait.kernels.launch import check, check_device, check_floating, compute_dtype, register, use_triton
+from plait.kernels.loss_triton import grad_launch, stats_launch
 
 AllReduce = Callable[[torch.Tensor, str], torch.Tensor]
 _REDUCTIONS = ("mean", "sum", "none")
@@ -25,6 +27,7 @@ def cross_entropy_ref(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float = 0.0,
+    weight_per_token: torch.Tensor | None = None,
     reduction: str = "mean",
 ) -> torch.Tensor:
     """The oracle; differentiable by torch."""
@@ -37,13 +40,24 @@ def cross_entropy_ref(
     loss = lse - (1.0 - label_smoothing) * hit + z_loss * lse.square()
     if label_smoothing:
         loss = loss - label_smoothing * s.mean(-1)
-    return reduce_losses(torch.where(counts, loss, 0.0), counts, reduction)
+    return reduce_losses(torch.where(counts, loss, 0.0), counts, weight_per_token, reduction)
 
 
-def reduce_losses(loss: torch.Tensor, counts: torch.Tensor, reduction: str) -> torch.Tensor:
+def reduce_losses(
+    loss: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor | None, reduction: str
+) -> torch.Tensor:
+    """The losses per token, which are 0 where `counts` is False, weighted and reduced; differentiable by torch."""
+    if weights is not None:
+        weights = torch.where(counts, weights.to(loss.dtype), 0.0)
+        loss = loss * weights
     if reduction == "none":
         return loss
-    return loss.sum() if reduction == "sum" else loss.sum() / counts.sum().clamp(min=1)
+    if reduction == "sum":
+        return loss.sum()
+    if weights is None:
+        return loss.sum() / counts.sum().clamp(min=1)
+    total = weights.sum()
+    return loss.sum() / torch.where(total == 0.0, 1.0, total)
 
 
 def capped(logits: torch.Tensor, softcap: float) -> torch.Tensor:
@@ -119,14 +133,43 @@ def token_loss(
     return torch.where(counts, loss, 0.0)
 
 
-def check_options(op: str, label_smoothing: float, softcap: float, reduction: str) -> None:
+def check_options(
+    op: str,
+    target: torch.Tensor,
+    weights: torch.Tensor | None,
+    label_smoothing: float,
+    softcap: float,
+    reduction: str,
+) -> None:
+    """TypeError or ValueError, naming the option, unless all are valid."""
+    if weights is not None:
+        check_floating(op, weight_per_token=weights)
+        check_device(op, target, weight_per_token=weights)
+        check(
+            weights.shape == target.shape,
+            lambda: f"{op}: weight_per_token {tuple(weights.shape)} must have target's shape {tuple(target.shape)}",
+        )
     check(reduction in _REDUCTIONS, lambda: f"{op}: reduction {reduction!r}; expected one of {_REDUCTIONS}")
     check(0.0 <= label_smoothing <= 1.0, lambda: f"{op}: label_smoothing is {label_smoothing}; expected 0 to 1")
     check(softcap >= 0.0, lambda: f"{op}: softcap is {softcap}; expected >= 0 (0 is off)")
 
 
+def check_targets(op: str, target: torch.Tensor, num_classes: int, ignore_index: int) -> None:
+    """ValueError naming the first target that is neither ignored nor a class. Waits for the device."""
+    wrong = ((target < 0) | (target >= num_classes)) & (target != ignore_index)
+    if bool(wrong.any()):
+        place = int(wrong.flatten().nonzero()[0])
+        value = int(target.flatten()[place])
+        raise ValueError(f"{op}: target {value} at token {place} is not a class; expected 0 to {num_classes - 1}")
+
+
 def _ce_kernel(logits: torch.Tensor, target: torch.Tensor, softcap: float) -> torch.Tensor:
     """[4, N]: max, sum_exp, target logit, logit sum of given logits [N, V]."""
+    if use_triton(logits):
+        stats = stats_like(logits)
+        if logits.shape[0]:
+            stats_launch(logits, target, 0, softcap, stats).run()
+        return stats
     wide = logits.to(compute_dtype(logits.dtype), copy=True)
     return plain_stats(capped(wide, softcap), target, 0, stats_like(wide))
 
@@ -135,13 +178,19 @@ def _ce_grad_kernel(
     logits: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, dloss: torch.Tensor,
     label_smoothing: float, z_loss: float, softcap: float,
 ) -> torch.Tensor:  # fmt: skip
+    if use_triton(logits):
+        out = logits.new_empty(logits.shape)
+        options = (0, logits.shape[1], label_smoothing, z_loss, softcap)
+        if logits.shape[0]:
+            grad_launch(logits, target, lse, dloss, *options, out).run()
+        return out
     s = capped(logits.to(lse.dtype, copy=True), softcap)
     grad = plain_grad(s, target, lse, dloss, 0, logits.shape[1], label_smoothing, z_loss, softcap)
     return grad.to(logits.dtype)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Saves logits and target (the caller's) and lse: 4 bytes per token."""
+    """Saves logits and target (the caller's), lse and what counts: 5 bytes per token (9 in fp64)."""
 
     @staticmethod
     def forward(ctx, logits, target, ignore_index, label_smoothing, z_loss, softcap):
@@ -182,22 +231,29 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float = 0.0,
+    weight_per_token: torch.Tensor | None = None,
     reduction: str = "mean",
+    debug: bool = False,
 ) -> torch.Tensor:
     """Cross entropy of `logits[..., V]` with int64 `target[...]`, in fp32 (fp64); "none" gives a loss per token.
 
-    Saves 4 bytes per token. Raises TypeError on dtypes, ValueError on shapes, devices and options.
+    `weight_per_token` has target's shape and a gradient; "mean" divides by its sum over tokens that count (0 gives
+    0). Saves 5 bytes per token beyond the caller's logits and target: lse and whether it counts. With `debug` a
+    target that is no class raises ValueError, at the price of waiting for the device; without, it hits no logit.
+    Raises TypeError on dtypes, ValueError on shapes, devices and options.
     """
     check_floating("cross_entropy", logits=logits)
     check_device("cross_entropy", logits, target=target)
     if target.dtype is not torch.int64:
         raise TypeError(f"cross_entropy: target is {target.dtype}; expected torch.int64")
     check(
-        logits.shape[:-1] == target.shape,
+        logits.dim() >= 1 and logits.shape[:-1] == target.shape and logits.shape[-1] > 0,
         lambda: f"cross_entropy: logits {tuple(logits.shape)} and target {tuple(target.shape)} do not fit",
     )
-    check_options("cross_entropy", label_smoothing, softcap, reduction)
+    check_options("cross_entropy", target, weight_per_token, label_smoothing, softcap, reduction)
+    if debug:
+        check_targets("cross_entropy", target, logits.shape[-1], ignore_index)
     flat = target.reshape(-1)
     rows = logits.reshape(flat.numel(), logits.shape[-1])
     loss = _CrossEntropy.apply(rows, flat, ignore_index, label_smoothing, z_loss, softcap).view(target.shape)
-    return reduce_losses(loss, target != ignore_index, reduction)
+    return reduce_losses(loss, target != ignore_index, weight_per_token, reduction)

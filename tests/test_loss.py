@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import given, settings
 
 from plait.kernels import (
     cross_entropy,
@@ -14,29 +15,16 @@ from plait.kernels import (
     linear_cross_entropy_stats,
     loss,
     merge_stats,
-    token_loss,
 )
 from tests.cases import TOLERANCE, compare, normal
-
-OPTIONS = {
-    "plain": {},
-    "smoothing": {"label_smoothing": 0.1},
-    "z": {"z_loss": 0.01},
-    "softcap": {"softcap": 2.0},
-    "all": {"label_smoothing": 0.2, "z_loss": 0.02, "softcap": 3.0},
-    "ignored": {"ignore_index": 4},
-}
-
-
-def _targets(*shape, classes=11, seed=0):
-    return torch.randint(0, classes, shape, generator=torch.Generator().manual_seed(seed))
+from tests.loss_cases import CASES, OPTIONS, check_bad_logits, check_random, check_weights, sharded, targets
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option_reaches_every_entry_point(name, reduction):
     options = dict(OPTIONS[name], reduction=reduction)
-    target = _targets(3, 5)
+    target = targets(3, 5)
     target[0, 1] = options.get("ignore_index", -100)
     compare(
         lambda s: cross_entropy(s, target, **options),
@@ -55,7 +43,7 @@ def test_every_option_reaches_every_entry_point(name, reduction):
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_torch_agrees(smoothing, reduction):
-    logits, target = normal(7, 11), _targets(7)
+    logits, target = normal(7, 11), targets(7)
     target[3] = -100
     want = torch.nn.functional.cross_entropy(logits, target, label_smoothing=smoothing, reduction=reduction)
     torch.testing.assert_close(cross_entropy(logits, target, label_smoothing=smoothing, reduction=reduction), want)
@@ -63,7 +51,7 @@ def test_torch_agrees(smoothing, reduction):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_dtypes(dtype):
-    target = _targets(6)
+    target = targets(6)
     compare(
         lambda s: cross_entropy(s, target).to(dtype),
         lambda s: cross_entropy_ref(s, target),
@@ -80,7 +68,7 @@ def test_dtypes(dtype):
 
 def test_unreduced_loss_times_a_mask_uses_each_tokens_own_gradient():
     """B 2, T 4, D 10, V 15."""
-    target, mask = _targets(2, 4, classes=15), torch.tensor([[1.0, 0, 1, 0], [0, 0, 1, 2]]).double()
+    target, mask = targets(2, 4, classes=15), torch.tensor([[1.0, 0, 1, 0], [0, 0, 1, 2]]).double()
     compare(
         lambda x, w: (linear_cross_entropy(x, w, target, reduction="none") * mask).sum(),
         lambda x, w: (linear_cross_entropy_ref(x, w, target, reduction="none") * mask).sum(),
@@ -121,52 +109,12 @@ def test_all_targets_ignored_gives_zero_and_zero_gradients():
         assert all((g == 0).all() for g in torch.autograd.grad(value, inputs))
 
 
-def _sharded(x, weight, target, sizes, **options):
-    """loss, dx, dweight of vocabulary shards of `sizes`, all in this process, as ranks compute them."""
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    shards = [weight[s : s + n] for s, n in zip(starts, sizes, strict=True)]
-    softcap = options.get("softcap", 0.0)
-    stats = [
-        linear_cross_entropy_stats(x, w, target, vocab_start=s, softcap=softcap)
-        for w, s in zip(shards, starts, strict=True)
-    ]
-    tops = torch.stack([s[0] for s in stats])
-
-    def all_reduce_of(rank):
-        def all_reduce(tensor, kind):
-            if kind == "max":
-                return tops.amax(0)
-            # What the other ranks would send, their own scaled statistics, summed in the order of ranks.
-            sent = [s[1:].clone() for s in stats]
-            for other, top in zip(sent, tops, strict=True):
-                other[0] *= torch.exp(top - tops.amax(0)) if top.isfinite().all() else 0.0
-            assert torch.equal(sent[rank], tensor)
-            return sum(sent)
-
-        return all_reduce
-
-    merged = [merge_stats(s, all_reduce_of(rank)) for rank, s in enumerate(stats)]
-    smoothing, z = options.get("label_smoothing", 0.0), options.get("z_loss", 0.0)
-    num_classes = weight.shape[0]
-    losses = [
-        token_loss(*m, target != -100, num_classes=num_classes, label_smoothing=smoothing, z_loss=z) for m in merged
-    ]
-    counts = (target != -100).to(x.dtype)
-    pieces = [
-        linear_cross_entropy_grad(
-            x, w, target, merged[rank][0], counts, vocab_start=s, num_classes=num_classes, **options
-        )
-        for rank, (w, s) in enumerate(zip(shards, starts, strict=True))
-    ]  # fmt: skip
-    return losses, sum(dx for dx, _ in pieces), torch.cat([dw for _, dw in pieces])
-
-
-@pytest.mark.parametrize("sizes", [(7,), (4, 3), (1, 1, 5), (2, 2, 2, 1)])
+@pytest.mark.parametrize("sizes", [(7,), (4, 3), (1, 1, 5), (2, 2, 2, 1), (0, 7), (4, 0, 3)])
 @pytest.mark.parametrize("name", ["plain", "smoothing", "z", "softcap", "all"])
 def test_uneven_vocabulary_shards_equal_the_whole(sizes, name):
-    x, weight, target = normal(6, 4), normal(7, 4, seed=1), _targets(6, classes=7)
+    x, weight, target = normal(6, 4), normal(7, 4, seed=1), targets(6, classes=7)
     target[2] = -100
-    losses, dx, dweight = _sharded(x, weight, target, sizes, **OPTIONS[name])
+    losses, dx, dweight = sharded(x, weight, target, sizes, **OPTIONS[name])
     a, b = x.clone().requires_grad_(), weight.clone().requires_grad_()
     want = linear_cross_entropy_ref(a, b, target, reduction="none", **OPTIONS[name])
     want_dx, want_dweight = torch.autograd.grad(want.sum(), (a, b))
@@ -180,7 +128,7 @@ def test_uneven_vocabulary_shards_equal_the_whole(sizes, name):
 def test_a_shard_whose_logits_are_all_minus_infinity_adds_nothing():
     x = torch.ones(1, 1, dtype=torch.float64)
     weight = torch.tensor([[0.5], [1.0], [float("-inf")], [float("-inf")]], dtype=torch.float64)
-    losses, _, _ = _sharded(x, weight, torch.tensor([1]), (2, 2))
+    losses, _, _ = sharded(x, weight, torch.tensor([1]), (2, 2))
     torch.testing.assert_close(losses[0], cross_entropy_ref((x @ weight.t()), torch.tensor([1]), reduction="none"))
 
 
@@ -199,7 +147,7 @@ def test_vocabularies_beyond_16_bits(vocab):
 
 
 def test_chunks_of_tokens_change_nothing_and_bound_the_logits(monkeypatch):
-    x, weight, target = normal(9, 4), normal(11, 4, seed=1), _targets(9)
+    x, weight, target = normal(9, 4), normal(11, 4, seed=1), targets(9)
 
     def run():
         a, b = x.clone().requires_grad_(), weight.clone().requires_grad_()
@@ -219,7 +167,7 @@ def test_chunks_of_tokens_change_nothing_and_bound_the_logits(monkeypatch):
 def test_weight_gradient_over_chunks_is_summed_in_fp32(monkeypatch):
     monkeypatch.setattr(loss, "_CHUNK_ELEMENTS", 16)
     x, weight = normal(256, 4, dtype=torch.bfloat16), normal(16, 4, dtype=torch.bfloat16, seed=1)
-    target = _targets(256, classes=16)
+    target = targets(256, classes=16)
     out = torch.full((16, 4), 5.0)
     lse = merge_stats(linear_cross_entropy_stats(x, weight, target))[0]
     dx, dweight = linear_cross_entropy_grad(x, weight, target, lse, torch.ones(256), num_classes=16, out=out)
@@ -230,7 +178,7 @@ def test_weight_gradient_over_chunks_is_summed_in_fp32(monkeypatch):
 
 
 def test_each_gradient_can_be_left_out():
-    x, weight, target = normal(3, 4), normal(11, 4, seed=1), _targets(3)
+    x, weight, target = normal(3, 4), normal(11, 4, seed=1), targets(3)
     lse = merge_stats(linear_cross_entropy_stats(x, weight, target))[0]
     arguments = (x, weight, target, lse, torch.ones(3).double())
     both = linear_cross_entropy_grad(*arguments, num_classes=11)
@@ -240,6 +188,106 @@ def test_each_gradient_can_be_left_out():
             assert torch.equal(got, want) if needed else got is None
 
 
+@pytest.mark.parametrize("name", OPTIONS)
+def test_references_pass_gradcheck(name):
+    target = targets(3)
+    target[1] = OPTIONS[name].get("ignore_index", -100)
+    weights = normal(3, seed=5).requires_grad_()
+    x, weight = normal(3, 4).requires_grad_(), normal(11, 4, seed=1).requires_grad_()
+    logits = normal(3, 11).requires_grad_()
+    for reduction in ("mean", "sum", "none"):
+        options = dict(OPTIONS[name], reduction=reduction)
+        assert torch.autograd.gradcheck(
+            lambda s, w, o=options: cross_entropy_ref(s, target, weight_per_token=w, **o), (logits, weights)
+        )
+        assert torch.autograd.gradcheck(
+            lambda x, w, o=options: linear_cross_entropy_ref(x, w, target, **o), (x, weight)
+        )
+
+
+def test_weights_per_token_scale_losses_and_the_mean_and_have_gradients():
+    check_weights()
+
+
+def test_weights_of_one_are_no_weights_and_torchs_class_weights_are_weights_by_target():
+    logits, target, by_class = normal(7, 11), targets(7), normal(11, seed=3).abs()
+    target[3] = -100
+    for reduction in ("mean", "sum", "none"):
+        ones = cross_entropy(logits, target, weight_per_token=torch.ones(7), reduction=reduction)
+        torch.testing.assert_close(ones, cross_entropy(logits, target, reduction=reduction))
+        got = cross_entropy(logits, target, weight_per_token=by_class[target.clamp(min=0)], reduction=reduction)
+        want = torch.nn.functional.cross_entropy(logits, target, weight=by_class, reduction=reduction)
+        torch.testing.assert_close(got, want)
+
+
+def test_weights_that_sum_to_zero_give_a_mean_of_zero():
+    logits = normal(3, 11).requires_grad_()
+    value = cross_entropy(logits, targets(3), weight_per_token=torch.zeros(3))
+    assert value.item() == 0.0 and (torch.autograd.grad(value, logits)[0] == 0).all()
+
+
+def test_a_weight_of_nan_on_an_ignored_token_does_not_count():
+    target = torch.tensor([1, -100])
+    value = cross_entropy(normal(2, 11), target, weight_per_token=torch.tensor([1.0, float("nan")]))
+    torch.testing.assert_close(value, cross_entropy(normal(2, 11)[:1], target[:1]))
+
+
+def test_debug_names_the_first_target_that_is_no_class():
+    x, weight, target = normal(2, 3, 4), normal(11, 4, seed=1), targets(2, 3)
+    calls = (
+        lambda t, **options: cross_entropy(x @ weight.t(), t, debug=True, **options),
+        lambda t, **options: linear_cross_entropy(x, weight, t, debug=True, **options),
+        lambda t, **options: linear_cross_entropy(
+            x, weight[4:], t, debug=True, vocab_start=4, num_classes=11, all_reduce=lambda s, kind: s, **options
+        ),
+    )
+    for call in calls:
+        call(target)
+        for value in (11, -1, -100 - 1):
+            wrong = target.clone()
+            wrong[1, 0], wrong[1, 2] = value, 99
+            with pytest.raises(ValueError, match=f"target {value} at token 3 is not a class; expected 0 to 10"):
+                call(wrong)
+        wrong[1, 0] = wrong[1, 2] = 77
+        call(wrong, ignore_index=77)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan"), float("-inf")])
+def test_inf_and_nan_logits_as_torch(bad):
+    check_bad_logits(bad)
+
+
+def test_rows_with_strides_of_their_own_get_gradients():
+    """x transposed and stepped: the gradient is laid out like a fresh tensor."""
+    target = targets(6)
+    for x in (normal(4, 6).t(), normal(6, 8)[:, ::2], normal(1, 4).expand(6, 4)):
+        compare(
+            lambda x, w: linear_cross_entropy(x, w, target),
+            lambda x, w: linear_cross_entropy_ref(x, w, target),
+            x,
+            normal(11, 4, seed=1),
+        )
+
+
+@given(case=CASES)
+@settings(max_examples=40, deadline=None)
+def test_any_shape_options_and_shards(case):
+    check_random(case)
+
+
+def test_the_rows_of_a_gpu_chunk_and_its_bytes():
+    """Whole tiles, at least 768 tokens. Plain torch holds 12 bytes per logit: log-softmax, two gradients."""
+    for num_rows, num_local, step in ((4096, 128_256, 768), (8192, 16_032, 6272), (99_999, 300_000, 768), (5, 1, 5)):
+        chunks = loss._chunks(num_rows, num_local, on_gpu=True)
+        assert chunks[0].stop == step and chunks[-1].stop == num_rows
+        assert sum(c.stop - c.start for c in chunks) == num_rows
+        assert all(c.stop - c.start == step for c in chunks[:-1])
+    longest = loss._chunks(4096, 128_256, on_gpu=True)[0].stop
+    assert (4 + 2) * longest * 10 < 12 * 4096
+    room = loss._chunk_like(torch.empty(4096, 1, device="meta"), loss._chunks(4096, 50_257, True), 50_257, torch.half)
+    assert room.shape == (1920, 50_257) and room.stride() == (50_272, 1)
+
+
 def test_bad_input_is_refused():
     x, weight, target = torch.ones(3, 4), torch.ones(5, 4), torch.zeros(3, dtype=torch.int64)
     for call, error, text in (
@@ -247,6 +295,15 @@ def test_bad_input_is_refused():
         (lambda: cross_entropy(x, target[:2]), ValueError, "do not fit"),
         (lambda: cross_entropy(x, target, reduction="max"), ValueError, "reduction 'max'"),
         (lambda: cross_entropy(x, target, label_smoothing=2.0), ValueError, "label_smoothing is 2.0"),
+        (lambda: cross_entropy(x[:, :0], target), ValueError, "do not fit"),
+        (lambda: cross_entropy(x, target, weight_per_token=torch.ones(2)), ValueError, "weight_per_token .2,. must"),
+        (lambda: cross_entropy(x, target, weight_per_token=target), TypeError, "weight_per_token is torch.int64"),
+        (lambda: linear_cross_entropy(x, weight[:0], target), ValueError, "has no classes"),
+        (
+            lambda: linear_cross_entropy(x, weight, target, debug=True, all_reduce=lambda t, kind: t),
+            ValueError,
+            "debug over shards needs num_classes",
+        ),
         (lambda: linear_cross_entropy(x, weight.t(), target), ValueError, "do not fit"),
         (lambda: linear_cross_entropy(x, weight.half(), target), TypeError, "weight is torch.float16"),
         (lambda: linear_cross_entropy(x, weight, target, softcap=-1.0), ValueError, "softcap is -1.0"),
