@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from plait.kernels import flash_launch, gated, matmul_points, norm_rows, rotary_triton
+from plait.kernels import flash_launch, gated, matmul_points, norm_rows, rotary_triton, stream_points
 from plait.kernels.attention_plain import Options
 from plait.kernels.launch import Launch
 
@@ -79,4 +79,5 @@ def points() -> dict[str, Callable[[], Launch]]:
         for kernel in ("forward", "delta", "dq", "dkdv"):
             found[f"attention.{kernel}.{head_dim}"] = partial(_attention, kernel, head_dim, causal)
     found |= matmul_points.points()
+    found |= stream_points.points()
     return found
