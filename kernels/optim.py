@@ -17,7 +17,7 @@ from plait.kernels.adamw_triton import Step, step_launches
 from plait.kernels.dropout_op import check_rng
 from plait.kernels.launch import check, compute_dtype, register
 from plait.kernels.rounding import stochastic_round_ref
-from plait.kernels.tables import use_tables
+from plait.kernels.tables import shares_memory, use_tables
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -177,7 +177,7 @@ def _check_lists(
         if not (
             [t.shape for t in tensors] == shapes
             and all([t.dtype in dtypes and t.device == device for t in tensors])
-            and (name == "grads" or all([t.is_contiguous() or 0 not in t.stride() for t in tensors]))
+            and (name == "grads" or not any([shares_memory(t) for t in tensors]))
         ):
             _refuse(name, tensors, params, dtypes)
 
@@ -194,7 +194,7 @@ def _refuse(
             raise TypeError(f"adamw_: {name}[{i}] is {tensor.dtype}; expected {dtypes[0]}")
         if tensor.device != device:
             raise ValueError(f"adamw_: {name}[{i}] is on {tensor.device}; expected {device}")
-        if name != "grads" and not tensor.is_contiguous() and 0 in tensor.stride():
+        if name != "grads" and shares_memory(tensor):
             raise ValueError(f"adamw_: {name}[{i}] has strides {tensor.stride()}; its elements share memory")
 
 

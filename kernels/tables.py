@@ -43,6 +43,13 @@ def use_tables(tensors: Sequence[torch.Tensor]) -> bool:
     return all(use_triton(x) for x in tensors)
 
 
+def shares_memory(x: torch.Tensor) -> bool:
+    """Whether elements of `x` lie on one another, as after `expand`: nothing to write to."""
+    return not x.is_contiguous() and any(
+        stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)
+    )
+
+
 def split_tail(address: int, numel: int) -> list[Run]:
     """The whole accesses, then what is left: the same cut at every address, so that a sum keeps its order."""
     stop = numel // _WIDE * _WIDE

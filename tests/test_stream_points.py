@@ -1,7 +1,9 @@
 """Offline compilation of adamw_, l2_norm, dropout and embedding: no spills, no fp64, 16-byte accesses, no atomics."""
 
 import pytest
+import torch
 
+from plait.kernels import adamw_triton, dropout_op, embed_triton, norms, tables
 from plait.kernels.inspect import compile_offline
 from plait.kernels.points import points
 from plait.kernels.stream_points import points as stream_points
@@ -64,3 +66,37 @@ def test_narrow_and_strided_kernels_do_not_spill(name, arch):
 def test_points_are_listed():
     names = set(stream_points())
     assert names <= set(points()) and set(WIDE) | set(NARROW) <= names
+
+
+def _meta(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _edges():
+    """Launches whose sizes are 1, which the compiler folds away, or need 64 bits."""
+    one, many, ids = _meta(1), _meta(2**33), _meta(1, dtype=torch.int64)
+    cube, step = _meta(1, 1, 1), adamw_triton.Step((1.0, 0.1, 1.0, 0.9, 0.1, 0.9, 0.1, 1e-8), rng=ids)
+    half = _meta(1, dtype=torch.float16)
+    yield adamw_triton.run_launch([half, half, one, one], step, 5)
+    yield adamw_triton.run_launch([many] * 4, step)
+    yield adamw_triton.table_launch(ids, 1, 1, 1, [half, one, one, one, one], step, aligned=False)
+    yield norms.run_launch(one, one, 1)
+    yield norms.run_launch(many, one, 512)
+    yield norms.table_launch(ids, one, 1, 1, 1, torch.float16, aligned=False)
+    yield norms.partials_launch(one, one)
+    yield dropout_op.forward_launch(cube, ids, 0.5, 1, 1, 1, cube)
+    yield dropout_op.forward_launch(_meta(2, 2**17, 2**17).mT, ids, 0.5, 2**40, 2**31, 2**33, cube)
+    yield embed_triton.forward_launch(ids, _meta(1, 1), 2**40, cube)
+    yield from embed_triton.gradient_launches(_meta(1, 1), ids, ids, _meta(1, 2, 1), _meta(1, 1), True)
+    yield from embed_triton.gradient_launches(
+        _meta(2**20, 1), _meta(2**20, dtype=torch.int64), ids, _meta(2**16, 2, 1), _meta(2**33, 1), False
+    )
+    yield from tables.write_launches([2**40 + i for i in range(33)], ids)
+
+
+@pytest.mark.offline
+@needs_compiler
+def test_launches_of_size_1_and_beyond_32_bits_compile():
+    for launch in _edges():
+        facts = compile_offline(launch, "sm_90")
+        assert facts.spill_loads == facts.spill_stores == 0, facts.name

@@ -13,6 +13,7 @@ from plait.kernels.tables import (
     collapse,
     device_table,
     find_row,
+    shares_memory,
     split_ends,
     split_tail,
     strided_offsets,
@@ -92,6 +93,14 @@ def test_dims_that_lie_like_one_are_merged():
     assert collapse(same.shape, [same.stride(), same.stride()], True) == ([120], [[1], [1]])
     assert collapse((4, 5, 5), [x[:, :, :5].stride()], False) == ([20, 5], [[6, 1]])
     assert collapse((), [()], False) == ([], [[]])
+
+
+def test_only_tensors_whose_elements_lie_on_one_another_share_memory():
+    x = torch.ones(3, 4)
+    for view in (x, x.t(), x[:, ::2], x[:0].expand(0, 4), x.as_strided((1, 3), (0, 2))):
+        assert not shares_memory(view)
+    for view in (x[:1].expand(2, 4), x[0, 0].expand(2), x[:, :1].expand(3, 2)):
+        assert shares_memory(view)
 
 
 def test_chunks_are_counted_row_by_row():
