@@ -9,7 +9,8 @@ from plait.kernels.dropout_op import dropout, dropout_ref
 from plait.kernels.embed import embedding, embedding_ref, embedding_wgrad
 from plait.kernels.entropy import cross_entropy, cross_entropy_ref, merge_stats, token_loss
 from plait.kernels.flash import attention
-from plait.kernels.gated import swiglu, swiglu_ref
+from plait.kernels.gated import geglu, geglu_ref, swiglu, swiglu_ref
+from plait.kernels.layernorm import layer_norm, layer_norm_ref
 from plait.kernels.loss import (
     linear_cross_entropy,
     linear_cross_entropy_grad,
@@ -44,10 +45,14 @@ __all__ = [
     "embedding",
     "embedding_ref",
     "embedding_wgrad",
+    "geglu",
+    "geglu_ref",
     "l2_norm",
     "l2_norm_ref",
     "l2_norm_squared",
     "l2_norm_squared_ref",
+    "layer_norm",
+    "layer_norm_ref",
     "linear",
     "linear_cross_entropy",
     "linear_cross_entropy_grad",

@@ -1,8 +1,10 @@
-"""swiglu: out = silu(gate) * up, with gate_up[..., 2F] = gate then up.
+"""swiglu and geglu: out = act(gate) * up, with gate_up[..., 2F] = gate then up, act = silu or gelu.
 
-Backward, with s = sigmoid(gate): dgate = dout * up * s * (1 + gate * (1 - s)), dup = dout * gate * s. Recomputed from
-gate_up, the only tensor saved (the caller's). Arithmetic in fp32 (fp64 for fp64). Accesses per output element: 3
-forward, 5 backward.
+swiglu backward, with s = sigmoid(gate): dgate = dout * up * s * (1 + gate * (1 - s)), dup = dout * gate * s.
+gelu(x) = x * cdf(x), cdf the normal one by erf (gelu' = cdf + x * density), or its tanh form, which is x * sigmoid(u)
+with u = 2 sqrt(2 / pi) (x + 0.044715 x^3) (gelu' = s + x * s * (1 - s) * u'). geglu backward: dgate = dout * up *
+gelu', dup = dout * gelu. All recomputed from gate_up, the only tensor saved (the caller's). Arithmetic in fp32 (fp64
+for fp64). Accesses per output element: 3 forward, 5 backward.
 """
 
 import torch
@@ -30,8 +32,15 @@ def swiglu_ref(gate_up: torch.Tensor) -> torch.Tensor:
     return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
 
 
+def geglu_ref(gate_up: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
+    """The oracle; differentiable by torch."""
+    gate, up = gate_up.to(compute_dtype(gate_up.dtype)).chunk(2, dim=-1)
+    return (torch.nn.functional.gelu(gate, approximate=approximate) * up).to(gate_up.dtype)
+
+
 # Columns per program: 8 elements a thread of 4 warps, one 16-byte access each way in 16-bit (derived).
 _BLOCK_COL = 1024
+_APPROXIMATE = ("none", "tanh")  # torch's names; the second is true of `tanh`
 
 
 @triton.jit
@@ -74,6 +83,55 @@ def _swiglu_backward(
     tl.store(out_ptr + num_cols, (dout * silu).to(element), mask=mask)
 
 
+@triton.jit
+def _gelu(x, TANH: tl.constexpr):
+    """gelu(x) and its slope."""
+    if TANH:
+        square = tl.minimum(x * x, 1.0e4)  # beyond it the sigmoid is 0 or 1, and x^2 would overflow times 0
+        sigmoid = _sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * square))
+        slope = sigmoid + x * sigmoid * (1.0 - sigmoid) * (1.5957691216057308 * (1.0 + 0.134145 * square))
+        value = x * sigmoid
+    else:
+        below = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
+        slope = below + x * (tl.exp2(x * x * -0.7213475204444817) * 0.3989422804014327)
+        value = x * below
+    return value, slope
+
+
+@triton.jit
+def _geglu_forward(
+    gate_up_ptr, out_ptr, stride_gate_up_row, num_cols,
+    TANH: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_COL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK_COL + tl.arange(0, BLOCK_COL)
+    mask = cols < num_cols
+    gate_ptr = gate_up_ptr + row * stride_gate_up_row + cols
+    gate = tl.load(gate_ptr, mask=mask, other=0.0).to(COMPUTE)  # [BLOCK_COL]
+    up = tl.load(gate_ptr + num_cols, mask=mask, other=0.0).to(COMPUTE)
+    gelu, _ = _gelu(gate, TANH)
+    tl.store(out_ptr + row * num_cols + cols, (gelu * up).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _geglu_backward(
+    dout_ptr, gate_up_ptr, grad_ptr, stride_dout_row, stride_gate_up_row, num_cols,
+    TANH: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_COL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK_COL + tl.arange(0, BLOCK_COL)
+    mask = cols < num_cols
+    gate_ptr = gate_up_ptr + row * stride_gate_up_row + cols
+    gate = tl.load(gate_ptr, mask=mask, other=0.0).to(COMPUTE)  # [BLOCK_COL]
+    up = tl.load(gate_ptr + num_cols, mask=mask, other=0.0).to(COMPUTE)
+    dout = tl.load(dout_ptr + row * stride_dout_row + cols, mask=mask, other=0.0).to(COMPUTE)
+    gelu, slope = _gelu(gate, TANH)
+    element = grad_ptr.dtype.element_ty
+    out_ptr = grad_ptr + row * (2 * num_cols) + cols
+    tl.store(out_ptr, (dout * up * slope).to(element), mask=mask)
+    tl.store(out_ptr + num_cols, (dout * gelu).to(element), mask=mask)
+
+
 def forward_launch(gate_up: torch.Tensor, out: torch.Tensor) -> Launch:
     """out [..., F] is contiguous."""
     rows, num_cols = rows_of(gate_up), out.shape[-1]
@@ -96,6 +154,18 @@ def backward_launch(dout: torch.Tensor, gate_up: torch.Tensor, grad: torch.Tenso
         (dout_rows, rows, grad, dout_rows.stride(0), rows.stride(0), num_cols),
         {"COMPUTE": triton_dtype(gate_up.dtype), "BLOCK_COL": block},
     )
+
+
+def geglu_forward_launch(gate_up: torch.Tensor, out: torch.Tensor, tanh: bool) -> Launch:
+    """As `forward_launch`."""
+    launch = forward_launch(gate_up, out)
+    return launch._replace(kernel=_geglu_forward, constants=launch.constants | {"TANH": tanh})
+
+
+def geglu_backward_launch(dout: torch.Tensor, gate_up: torch.Tensor, grad: torch.Tensor, tanh: bool) -> Launch:
+    """As `backward_launch`."""
+    launch = backward_launch(dout, gate_up, grad)
+    return launch._replace(kernel=_geglu_backward, constants=launch.constants | {"TANH": tanh})
 
 
 def forward(gate_up: torch.Tensor) -> torch.Tensor:
@@ -128,6 +198,31 @@ def backward(dout: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     return grad
 
 
+def geglu_forward(gate_up: torch.Tensor, tanh: bool) -> torch.Tensor:
+    """geglu without checks or graph: the kernel itself, for code that has a backward of its own."""
+    if not use_triton(gate_up):
+        gate, up = widened(gate_up).chunk(2, dim=-1)
+        out = torch.nn.functional.gelu(gate, approximate=_APPROXIMATE[tanh]).mul_(up)
+        return out if out.dtype is gate_up.dtype else out.to(gate_up.dtype)
+    out = gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
+    if out.numel():
+        geglu_forward_launch(gate_up, out, tanh).run()
+    return out
+
+
+def geglu_backward(dout: torch.Tensor, gate_up: torch.Tensor, tanh: bool) -> torch.Tensor:
+    """The gradient of gate_up, contiguous, without checks or graph."""
+    if not use_triton(gate_up):
+        (gate, up), wide_dout = widened(gate_up).chunk(2, dim=-1), widened(dout)
+        dup = torch.nn.functional.gelu(gate, approximate=_APPROXIMATE[tanh]).mul_(wide_dout)
+        dgate = torch.ops.aten.gelu_backward(wide_dout * up, gate, approximate=_APPROXIMATE[tanh])
+        return torch.cat((dgate, dup), -1).to(gate_up.dtype)
+    grad = gate_up.new_empty(gate_up.shape)
+    if dout.numel():
+        geglu_backward_launch(dout, gate_up, grad, tanh).run()
+    return grad
+
+
 class _SwiGLU(torch.autograd.Function):
     """Saves gate_up, the caller's tensor; nothing of its own."""
 
@@ -156,14 +251,61 @@ swiglu_grad_op = register(
 )
 
 
+class _GeGLU(torch.autograd.Function):
+    """Saves gate_up, the caller's tensor; nothing of its own."""
+
+    @staticmethod
+    def forward(ctx, gate_up, tanh):
+        with below_autograd():
+            out = _geglu(gate_up, tanh)
+        ctx.save_for_backward(gate_up)
+        ctx.tanh = tanh
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        return _geglu_grad(dout, *ctx.saved_tensors, ctx.tanh), None
+
+
+_geglu = register(
+    "geglu(Tensor gate_up, bool tanh) -> Tensor",
+    geglu_forward,
+    lambda gate_up, tanh: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
+    _GeGLU.apply,
+)
+_geglu_grad = register(
+    "geglu_grad(Tensor dout, Tensor gate_up, bool tanh) -> Tensor",
+    geglu_backward,
+    lambda dout, gate_up, tanh: gate_up.new_empty(gate_up.shape),
+)
+
+
+def _check(op: str, gate_up: torch.Tensor) -> None:
+    check_floating(op, gate_up=gate_up)
+    check(
+        gate_up.dim() >= 1 and gate_up.shape[-1] % 2 == 0,
+        lambda: f"{op}: gate_up has shape {tuple(gate_up.shape)}; its last dim must be even",
+    )
+
+
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(first half) * second half of `gate_up[..., 2F]`, giving `[..., F]` in its dtype.
 
     Saves only gate_up. Raises TypeError on a dtype that is not floating, ValueError on an odd last dim.
     """
-    check_floating("swiglu", gate_up=gate_up)
-    check(
-        gate_up.dim() >= 1 and gate_up.shape[-1] % 2 == 0,
-        lambda: f"swiglu: gate_up has shape {tuple(gate_up.shape)}; its last dim must be even",
-    )
+    _check("swiglu", gate_up)
     return _swiglu(gate_up)
+
+
+def geglu(gate_up: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
+    """gelu(first half) * second half of `gate_up[..., 2F]`, giving `[..., F]` in its dtype.
+
+    `approximate` is "none" (by erf) or "tanh", as torch's gelu has it. Saves only gate_up. Raises TypeError on a
+    dtype that is not floating, ValueError on an odd last dim or another `approximate`.
+    """
+    _check("geglu", gate_up)
+    check(
+        approximate in _APPROXIMATE,
+        lambda: f"geglu: approximate is {approximate!r}; expected one of {', '.join(_APPROXIMATE)}",
+    )
+    return _geglu(gate_up, approximate == "tanh")

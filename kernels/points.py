@@ -33,6 +33,13 @@ def _swiglu(num_cols: int, backward: bool) -> Launch:
     return gated.backward_launch(out, gate_up, gate_up) if backward else gated.forward_launch(gate_up, out)
 
 
+def _geglu(num_cols: int, backward: bool, tanh: bool) -> Launch:
+    gate_up, out = _meta(8192, 2 * num_cols), _meta(8192, num_cols)
+    if backward:
+        return gated.geglu_backward_launch(out, gate_up, gate_up, tanh)
+    return gated.geglu_forward_launch(gate_up, out, tanh)
+
+
 def _rope(head_dim: int, interleaved: bool, packed: bool = False) -> Launch:
     """q and k into new tensors, or (packed) q and k side by side in a packed projection, in place."""
     table = _meta(4096, head_dim // 2, dtype=torch.float32)
@@ -66,6 +73,8 @@ def points() -> dict[str, Callable[[], Launch]]:
     for side in ("forward", "backward"):
         backward = side == "backward"
         found[f"swiglu.{side}"] = partial(_swiglu, 14336, backward)
+        found[f"geglu.{side}"] = partial(_geglu, 14336, backward, False)
+        found[f"geglu_tanh.{side}"] = partial(_geglu, 14336, backward, True)
         for num_cols in (4096, 8192, 65536):
             found[f"rms_norm.{side}.{num_cols}"] = partial(_norm, num_cols, backward)
             found[f"rms_norm_residual.{side}.{num_cols}"] = partial(_norm, num_cols, backward, True)

@@ -43,6 +43,12 @@ def test_compiles_for_sm_90_without_spills(name):
 
 # Kernels that only read and write, for every architecture.
 ELEMENTWISE = [f"rope.{style}.{head_dim}" for style in ("halves", "neighbours", "packed") for head_dim in (64, 128)]
+ELEMENTWISE += [f"{op}.{side}" for op in ("swiglu", "geglu", "geglu_tanh") for side in ("forward", "backward")]
+ELEMENTWISE += [
+    f"{norm}.{side}"
+    for norm in ("rms_norm_residual", "layer_norm_residual")
+    for side in ("forward.8192", "forward.65536", "backward.8192", "backward.65536")
+]
 
 
 @pytest.mark.offline
@@ -57,12 +63,12 @@ def test_elementwise_kernels_read_and_write_16_bytes_without_spills(name, arch):
     assert facts.count("DADD") + facts.count("DMUL") + facts.count("DFMA") == 0
     assert facts.count("RED.") + facts.count("ATOM") == 0
     assert facts.count("LDG.E.128") >= facts.count("LDG") - narrow(name) > 0
-    assert facts.count("STG.E.128") == facts.count("STG") > 0
+    assert facts.count("STG.E.128") >= facts.count("STG") - narrow(name) > 0
 
 
 def narrow(name: str) -> int:
-    """Loads of one number per row."""
-    return 0
+    """At most so many reads, and writes, of one number per row: mean and rstd."""
+    return 2 if "norm" in name else 0
 
 
 @pytest.mark.offline

@@ -34,11 +34,22 @@ def _attention(*extra, causal=True, window=0, softcap=0.0, dropout=0.0):
 
 # Every op that kernels/ registers, by name, with one or more argument lists. Gradients of gradients have no ops.
 CASES = {
-    "rms_norm": [(_x(2, 3, 8), _x(8), 1e-6)],
-    "rms_norm_residual": [(_x(2, 3, 8), _x(2, 3, 8, seed=1), _x(8), 1e-6)],
-    "rms_norm_grad": [(_c(2, 3, 8), _c(2, 3, 8), _c(8), _c(2, 3), None)],
+    "rms_norm": [(_x(2, 3, 8), _x(8), 1e-6), (_x(2, 3, 8), None, 1e-6)],
+    "rms_norm_residual": [(_x(2, 3, 8), _x(2, 3, 8, seed=1), w, 1e-6) for w in (_x(8), None)],
+    "rms_norm_grad": [(_c(2, 3, 8), _c(2, 3, 8), w, _c(2, 3), None) for w in (_c(8), None)],
+    "layer_norm": [(_x(2, 3, 8), _x(8), _x(8, seed=1), 1e-5), (_x(2, 3, 8), None, _x(8), 1e-5)],
+    "layer_norm_residual": [
+        (_x(2, 3, 8), _x(2, 3, 8, seed=1), w, b, 1e-5)
+        for w, b in ((_x(8), _x(8, seed=1)), (_x(8), None), (None, None))
+    ],
+    "layer_norm_grad": [
+        (_c(2, 3, 8), _c(2, 3, 8), _c(8), _c(2, 3), _c(2, 3), _c(2, 3, 8), True),
+        (_c(2, 3, 8), _c(2, 3, 8), None, _c(2, 3), _c(2, 3), None, False),
+    ],
     "swiglu": [(_x(2, 3, 8),)],
     "swiglu_grad": [(_c(2, 3, 4), _c(2, 3, 8))],
+    "geglu": [(_x(2, 3, 8), tanh) for tanh in (False, True)],
+    "geglu_grad": [(_c(2, 3, 4), _c(2, 3, 8), tanh) for tanh in (False, True)],
     "linear": [(_x(2, 3, 8), _x(4, 8), _x(4), _x(2, 3, 4)), (_x(3, 8), _x(4, 8), None, None)],
     "linear_act": [
         *((_x(2, 3, 8), _x(4, 8), _x(4), None, code) for code in (1, 2, 3, 4)),
@@ -111,7 +122,19 @@ def test_opcheck(name, arguments):
 @needs_interpreter
 @pytest.mark.parametrize(
     "name,arguments",
-    _each(["rms_norm_residual", "swiglu", "rope", "rope_", "attention", "linear", "activation_grad"]),
+    _each(
+        [
+            "rms_norm_residual",
+            "layer_norm_residual",
+            "geglu",
+            "swiglu",
+            "rope",
+            "rope_",
+            "attention",
+            "linear",
+            "activation_grad",
+        ]
+    ),
 )
 def test_opcheck_of_interpreted_kernels(name, arguments):
     opcheck(getattr(OPS, name).default, arguments)
@@ -145,7 +168,10 @@ def test_gradcheck_in_fp64(name, arguments):
 @interpret
 @needs_interpreter
 @pytest.mark.parametrize(
-    "name,arguments", _each(["rms_norm", "swiglu", "rope", "attention", "linear", "linear_act", "linear_swiglu"])
+    "name,arguments",
+    _each(
+        ["rms_norm", "layer_norm", "swiglu", "geglu", "rope", "attention", "linear", "linear_act", "linear_swiglu"]
+    ),
 )
 def test_gradcheck_of_interpreted_kernels_in_fp64(name, arguments):
     _gradcheck(name, arguments)
@@ -183,8 +209,8 @@ def test_the_compiler_keeps_the_stride_order_of_inputs():
 
 
 def test_every_public_op_has_its_oracle_beside_it():
-    ops = "adamw_ attention cross_entropy dropout embedding l2_norm linear linear_cross_entropy linear_dgrad"
-    for name in f"{ops} linear_swiglu linear_wgrad rms_norm rope swiglu".split():
+    ops = "adamw_ attention cross_entropy dropout embedding geglu l2_norm layer_norm linear linear_cross_entropy"
+    for name in f"{ops} linear_dgrad linear_swiglu linear_wgrad rms_norm rope swiglu".split():
         assert callable(getattr(kernels, name)) and callable(getattr(kernels, f"{name.rstrip('_')}_ref"))
 
 

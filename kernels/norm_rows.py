@@ -1,0 +1,326 @@
+"""The kernels of rms_norm and layer_norm: a row is normalised in registers, or in blocks where it is too wide.
+
+CENTRED subtracts the mean (layer_norm); without it mean_ptr is not touched. The gradients of weight and bias have two
+stages: a program adds up its rows in order, then the programs' sums are added in order; programs depend on the number
+of rows alone, so that runs agree bit for bit. Wide rows are read once per pass (from the second on out of the cache);
+their partial sums lie in memory, each written by one program only. Formulas: rmsnorm.py, layernorm.py.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from plait.kernels.launch import Launch, check, compute_dtype, from_table, next_power_of_two, rows_of, triton_dtype
+
+_MAX_COLS = 65536
+# (columns, warps): one row per program; at most 32 elements a thread, so that a row stays in registers (derived).
+_FORWARD_WARPS = ((512, 1), (1024, 2), (2048, 4), (8192, 8), (16384, 16), (32768, 32))
+# Four to six numbers are kept for an element: at most 16 elements a thread.
+_BACKWARD_WARPS = ((512, 1), (1024, 2), (2048, 4), (4096, 8), (8192, 16))
+# Wider rows are walked in blocks: these are the widest that compile without spills (offline, sm_80 to sm_100).
+_MAX_FORWARD = 32768
+_MAX_BACKWARD = 8192
+# Columns per step of a wide row: 16 elements a thread of 8 warps, two 16-byte reads of a tensor in 16-bit (derived).
+_BLOCK_COL = 4096
+_WIDE_WARPS = 8
+# Programs of the backward pass, each with one partial gradient: 2 per multiprocessor of an H100 (derived).
+_NUM_PARTIALS = 264
+
+
+@triton.jit
+def _norm_forward(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, h_ptr, mean_ptr, rstd_ptr,
+    stride_x_row, stride_residual_row, num_cols, eps,
+    COMPUTE: tl.constexpr, CENTRED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_COL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_COL)
+    mask = cols < num_cols
+    x = tl.load(x_ptr + row * stride_x_row + cols, mask=mask, other=0.0).to(COMPUTE)  # [BLOCK_COL]
+    if HAS_RESIDUAL:
+        x += tl.load(residual_ptr + row * stride_residual_row + cols, mask=mask, other=0.0).to(COMPUTE)
+        h = x.to(h_ptr.dtype.element_ty)
+        tl.store(h_ptr + row * num_cols + cols, h, mask=mask)
+        x = h.to(COMPUTE)
+    if CENTRED:
+        mean = tl.sum(x, axis=0) / num_cols
+        tl.store(mean_ptr + row, mean)
+        x = tl.where(mask, x - mean, 0.0)
+    rstd = tl.rsqrt(tl.sum(x * x, axis=0) / num_cols + eps)
+    tl.store(rstd_ptr + row, rstd)
+    y = x * rstd
+    if HAS_WEIGHT:
+        y *= tl.load(weight_ptr + cols, mask=mask, other=0.0).to(COMPUTE)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + cols, mask=mask, other=0.0).to(COMPUTE)
+    tl.store(y_ptr + row * num_cols + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _norm_backward(
+    dy_ptr, dh_ptr, h_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr,
+    stride_dy_row, stride_dh_row, stride_h_row, num_rows, num_cols, rows_per_program,
+    COMPUTE: tl.constexpr, CENTRED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_COL: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_COL)
+    mask = cols < num_cols
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(COMPUTE)
+        dweight = tl.zeros([BLOCK_COL], COMPUTE)
+    if HAS_BIAS:
+        dbias = tl.zeros([BLOCK_COL], COMPUTE)
+    first = program * rows_per_program
+    last = tl.minimum(first + rows_per_program, num_rows)
+    for place in range(first, last):
+        row = tl.cast(place, tl.int64)  # the interpreter counts in 32 bits
+        dy = tl.load(dy_ptr + row * stride_dy_row + cols, mask=mask, other=0.0).to(COMPUTE)
+        h = tl.load(h_ptr + row * stride_h_row + cols, mask=mask, other=0.0).to(COMPUTE)
+        rstd = tl.load(rstd_ptr + row)
+        if CENTRED:
+            h = tl.where(mask, h - tl.load(mean_ptr + row), 0.0)
+        normed = h * rstd
+        g = dy
+        if HAS_WEIGHT:
+            dweight += dy * normed
+            g = dy * weight
+        if HAS_BIAS:
+            dbias += dy
+        dx = g - normed * (tl.sum(g * normed, axis=0) / num_cols)
+        if CENTRED:
+            dx -= tl.sum(g, axis=0) / num_cols
+        dx *= rstd
+        if HAS_RESIDUAL:
+            dx += tl.load(dh_ptr + row * stride_dh_row + cols, mask=mask, other=0.0).to(COMPUTE)
+        tl.store(dx_ptr + row * num_cols + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if HAS_WEIGHT:
+        tl.store(dweight_ptr + program * num_cols + cols, dweight, mask=mask)
+    if HAS_BIAS:
+        tl.store(dbias_ptr + program * num_cols + cols, dbias, mask=mask)
+
+
+@triton.jit
+def _wide_norm_forward(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, h_ptr, mean_ptr, rstd_ptr,
+    stride_x_row, stride_residual_row, num_cols, eps,
+    COMPUTE: tl.constexpr, CENTRED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_COL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, BLOCK_COL)
+    x_ptr += row * stride_x_row
+    residual_ptr += row * stride_residual_row
+    h_ptr += row * num_cols
+    y_ptr += row * num_cols
+    sums = tl.zeros([BLOCK_COL], COMPUTE)
+    squares = tl.zeros([BLOCK_COL], COMPUTE)
+    for start in range(0, num_cols, BLOCK_COL):
+        cols = start + block
+        x = tl.load(x_ptr + cols, mask=cols < num_cols, other=0.0).to(COMPUTE)
+        if HAS_RESIDUAL:
+            x += tl.load(residual_ptr + cols, mask=cols < num_cols, other=0.0).to(COMPUTE)
+            h = x.to(h_ptr.dtype.element_ty)
+            tl.store(h_ptr + cols, h, mask=cols < num_cols)
+            x = h.to(COMPUTE)
+        sums += x
+        squares += x * x
+    source_ptr = x_ptr
+    if HAS_RESIDUAL:
+        source_ptr = h_ptr
+        tl.debug_barrier()  # h is read back below
+    mean = 0.0
+    if CENTRED:
+        mean = tl.sum(sums, axis=0) / num_cols
+        tl.store(mean_ptr + row, mean)
+        squares = tl.zeros([BLOCK_COL], COMPUTE)
+        for start in range(0, num_cols, BLOCK_COL):
+            cols = start + block
+            x = tl.load(source_ptr + cols, mask=cols < num_cols, other=0.0).to(COMPUTE)
+            centred = tl.where(cols < num_cols, x - mean, 0.0)
+            squares += centred * centred
+    rstd = tl.rsqrt(tl.sum(squares, axis=0) / num_cols + eps)
+    tl.store(rstd_ptr + row, rstd)
+    for start in range(0, num_cols, BLOCK_COL):
+        cols = start + block
+        y = (tl.load(source_ptr + cols, mask=cols < num_cols, other=0.0).to(COMPUTE) - mean) * rstd
+        if HAS_WEIGHT:
+            y *= tl.load(weight_ptr + cols, mask=cols < num_cols, other=0.0).to(COMPUTE)
+        if HAS_BIAS:
+            y += tl.load(bias_ptr + cols, mask=cols < num_cols, other=0.0).to(COMPUTE)
+        tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=cols < num_cols)
+
+
+@triton.jit
+def _add_up(sum_ptr, value, mask, begun):
+    """sum_ptr += value, or = value where the sum has not begun."""
+    tl.store(sum_ptr, tl.where(begun, tl.load(sum_ptr, mask=mask, other=0.0), 0.0) + value, mask=mask)
+
+
+@triton.jit
+def _wide_norm_backward(
+    dy_ptr, dh_ptr, h_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr,
+    stride_dy_row, stride_dh_row, stride_h_row, num_rows, num_cols, rows_per_program,
+    COMPUTE: tl.constexpr, CENTRED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_COL: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, BLOCK_COL)
+    dweight_ptr += program * num_cols
+    dbias_ptr += program * num_cols
+    first = program * rows_per_program
+    last = tl.minimum(first + rows_per_program, num_rows)
+    for place in range(first, last):
+        row = tl.cast(place, tl.int64)  # the interpreter counts in 32 bits
+        mean = 0.0
+        if CENTRED:
+            mean = tl.load(mean_ptr + row)
+        rstd = tl.load(rstd_ptr + row)
+        sums = tl.zeros([BLOCK_COL], COMPUTE)
+        dots = tl.zeros([BLOCK_COL], COMPUTE)
+        for start in range(0, num_cols, BLOCK_COL):
+            cols = start + block
+            g = tl.load(dy_ptr + row * stride_dy_row + cols, mask=cols < num_cols, other=0.0).to(COMPUTE)
+            if HAS_WEIGHT:
+                g *= tl.load(weight_ptr + cols, mask=cols < num_cols, other=0.0).to(COMPUTE)
+            h = tl.load(h_ptr + row * stride_h_row + cols, mask=cols < num_cols, other=0.0).to(COMPUTE)
+            sums += g
+            dots += tl.where(cols < num_cols, g * ((h - mean) * rstd), 0.0)
+        dot = tl.sum(dots, axis=0) / num_cols
+        mean_g = 0.0
+        if CENTRED:
+            mean_g = tl.sum(sums, axis=0) / num_cols
+        for start in range(0, num_cols, BLOCK_COL):
+            cols = start + block
+            mask = cols < num_cols
+            dy = tl.load(dy_ptr + row * stride_dy_row + cols, mask=mask, other=0.0).to(COMPUTE)
+            h = tl.load(h_ptr + row * stride_h_row + cols, mask=mask, other=0.0).to(COMPUTE)
+            normed = (h - mean) * rstd
+            g = dy
+            if HAS_WEIGHT:
+                g *= tl.load(weight_ptr + cols, mask=mask, other=0.0).to(COMPUTE)
+                _add_up(dweight_ptr + cols, dy * normed, mask, row > first)
+            if HAS_BIAS:
+                _add_up(dbias_ptr + cols, dy, mask, row > first)
+            dx = rstd * (g - mean_g - normed * dot)
+            if HAS_RESIDUAL:
+                dx += tl.load(dh_ptr + row * stride_dh_row + cols, mask=mask, other=0.0).to(COMPUTE)
+            tl.store(dx_ptr + row * num_cols + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        tl.debug_barrier()  # the sums are read back in the next row
+
+
+def forward_launch(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None,
+    eps: float, y: torch.Tensor, h: torch.Tensor, mean: torch.Tensor | None, rstd: torch.Tensor,
+) -> Launch:  # fmt: skip
+    """y, h (with a residual), mean (layer_norm) and rstd are contiguous outputs."""
+    rows = rows_of(x)
+    extra = rows if residual is None else rows_of(residual)
+    num_rows, num_cols = rows.shape
+    arguments = (
+        rows, extra, rows if weight is None else weight.contiguous(), rows if bias is None else bias.contiguous(),
+        y, h, rstd if mean is None else mean, rstd, rows.stride(0), extra.stride(0), num_cols, eps,
+    )  # fmt: skip
+    constants = {
+        "COMPUTE": triton_dtype(x.dtype),
+        "CENTRED": mean is not None,
+        "HAS_RESIDUAL": residual is not None,
+        "HAS_WEIGHT": weight is not None,
+        "HAS_BIAS": bias is not None,
+    }
+    if num_cols > _MAX_FORWARD:
+        constants["BLOCK_COL"] = _BLOCK_COL
+        return Launch(_wide_norm_forward, (num_rows,), arguments, constants, _WIDE_WARPS)
+    constants["BLOCK_COL"] = next_power_of_two(num_cols)
+    return Launch(_norm_forward, (num_rows,), arguments, constants, from_table(_FORWARD_WARPS, num_cols))
+
+
+def backward_launch(
+    dy: torch.Tensor, h: torch.Tensor, weight: torch.Tensor | None, mean: torch.Tensor | None, rstd: torch.Tensor,
+    dh: torch.Tensor | None, dx: torch.Tensor, dweight: torch.Tensor | None, dbias: torch.Tensor | None,
+    num_programs: int,
+) -> Launch:  # fmt: skip
+    """dx, dweight (with a weight) and dbias (with a bias), both [programs, D], are contiguous outputs.
+
+    The programs share the rows evenly.
+    """
+    rows, grad = rows_of(h), rows_of(dy)
+    extra = grad if dh is None else rows_of(dh)
+    num_rows, num_cols = rows.shape
+    arguments = (
+        grad, extra, rows, rows if weight is None else weight.contiguous(),
+        rstd if mean is None else mean.contiguous(), rstd.contiguous(), dx,
+        rstd if dweight is None else dweight, rstd if dbias is None else dbias,
+        grad.stride(0), extra.stride(0), rows.stride(0), num_rows, num_cols, triton.cdiv(num_rows, num_programs),
+    )  # fmt: skip
+    constants = {
+        "COMPUTE": triton_dtype(h.dtype),
+        "CENTRED": mean is not None,
+        "HAS_RESIDUAL": dh is not None,
+        "HAS_WEIGHT": weight is not None,
+        "HAS_BIAS": dbias is not None,
+    }
+    if num_cols > _MAX_BACKWARD:
+        constants["BLOCK_COL"] = _BLOCK_COL
+        return Launch(_wide_norm_backward, (num_programs,), arguments, constants, _WIDE_WARPS)
+    constants["BLOCK_COL"] = next_power_of_two(num_cols)
+    return Launch(_norm_backward, (num_programs,), arguments, constants, from_table(_BACKWARD_WARPS, num_cols))
+
+
+def check_rows(
+    op: str, x: torch.Tensor, residual: torch.Tensor | None, **parameters: torch.Tensor | None
+) -> None:  # fmt: skip
+    """ValueError unless x is [..., D] with D in range, residual has its shape and each parameter is [D] or None."""
+    shape = tuple(x.shape)
+    check(len(shape) >= 1, lambda: f"{op}: x is a scalar; expected [..., D]")
+    check(
+        0 < shape[-1] <= _MAX_COLS,
+        lambda: f"{op}: x {shape} has {shape[-1]} columns; expected 1 to {_MAX_COLS}",
+    )
+    if residual is not None:
+        check(
+            residual.shape == x.shape,
+            lambda: f"{op}: residual has shape {tuple(residual.shape)}; expected {shape}",
+        )
+    for name, parameter in parameters.items():
+        if parameter is not None and parameter.shape != x.shape[-1:]:
+            raise ValueError(f"{op}: x {shape} needs {name} of its last dim, got {tuple(parameter.shape)}")
+
+
+def like(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor of x's shape, dtype and device."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def stats_like(x: torch.Tensor) -> torch.Tensor:
+    """One number per row of x[..., D], in the dtype of the arithmetic."""
+    return torch.empty(x.shape[:-1], dtype=compute_dtype(x.dtype), device=x.device)
+
+
+def run_forward(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None,
+    eps: float, mean: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(y, h, rstd); without a residual h is x. `mean`, where given, is written too."""
+    y, rstd = like(x), stats_like(x)
+    h = x if residual is None else like(x)
+    if x.numel():
+        forward_launch(x, residual, weight, bias, eps, y, h, mean, rstd).run()
+    return y, h, rstd
+
+
+def run_backward(
+    dy: torch.Tensor, h: torch.Tensor, weight: torch.Tensor | None, mean: torch.Tensor | None, rstd: torch.Tensor,
+    dh: torch.Tensor | None, has_bias: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    """(dx, dweight, dbias) in h's dtype; None where there is no weight or bias."""
+    dx, num_rows, num_cols = like(h), rstd.numel(), h.shape[-1]
+    num_programs = triton.cdiv(num_rows, triton.cdiv(num_rows, _NUM_PARTIALS)) if num_rows else 0
+    shape = (num_programs, num_cols)
+    dweight = None if weight is None else torch.empty(shape, dtype=rstd.dtype, device=h.device)
+    dbias = torch.empty(shape, dtype=rstd.dtype, device=h.device) if has_bias else None
+    if num_rows:
+        backward_launch(dy, h, weight, mean, rstd, dh, dx, dweight, dbias, num_programs).run()
+    sums = [None if part is None else part.sum(0).to(h.dtype) for part in (dweight, dbias)]
+    return dx, sums[0], sums[1]
