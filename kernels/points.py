@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from plait.kernels import flash_launch, gated, matmul_points, norm_rows, rotary_triton, stream_points
+from plait.kernels import flash_launch, gated, loss_points, matmul_points, norm_rows, rotary_triton, stream_points
 from plait.kernels.attention_plain import Options
 from plait.kernels.launch import Launch
 
@@ -87,6 +87,7 @@ def points() -> dict[str, Callable[[], Launch]]:
         causal = Options(True, head_dim**-0.5, 0, 0.0, 0.0, 0, 0)
         for kernel in ("forward", "delta", "dq", "dkdv"):
             found[f"attention.{kernel}.{head_dim}"] = partial(_attention, kernel, head_dim, causal)
+    found |= loss_points.points()
     found |= matmul_points.points()
     found |= stream_points.points()
     return found
