@@ -7,23 +7,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from plait.parallel.schedules import Schedule, ScheduleError, from_csv, gpipe, interleaved, one_f_one_b
+from plait.parallel.schedules import NAMES, Schedule, ScheduleError, build, from_csv
 from plait.parallel.schedules.draw import table
-
-NAMES = ("gpipe", "1f1b", "interleaved")
-
-
-def build(name: str, num_ranks: int, num_microbatches: int, chunks: int = 1) -> Schedule:
-    """The schedule of that name, one of NAMES. ValueError for another, or for chunks where a rank has one stage."""
-    if name == "interleaved":
-        return interleaved(num_ranks, chunks, num_microbatches)
-    if chunks != 1:
-        raise ValueError(f"chunks={chunks}: {name} has one stage per rank; use interleaved")
-    if name == "gpipe":
-        return gpipe(num_ranks, num_microbatches)
-    if name == "1f1b":
-        return one_f_one_b(num_ranks, num_microbatches)
-    raise ValueError(f"schedule {name!r} is none of {', '.join(NAMES)}, nor a .csv file")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -36,7 +21,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--ranks", type=int, help="ranks of the pipeline axis")
         command.add_argument("--microbatches", type=int)
-        command.add_argument("--chunks", type=int, help="stages per rank, for interleaved (default 2)")
+        command.add_argument("--chunks", type=int, help="stages per rank, for interleaved and looped_bfs (default 2)")
         if name == "check":
             command.add_argument("--blocking", action="store_true", help="also with blocking sends and receives")
         else:
@@ -51,8 +36,9 @@ def _schedule(args: argparse.Namespace) -> Schedule:
         return from_csv(args.schedule)
     if args.ranks is None or args.microbatches is None:
         raise ValueError(f"{args.schedule} needs --ranks and --microbatches")
-    chunks = args.chunks if args.chunks is not None else 2 if args.schedule == "interleaved" else 1
-    return build(args.schedule, args.ranks, args.microbatches, chunks)
+    if args.schedule not in NAMES:
+        raise ValueError(f"schedule {args.schedule!r} is none of {', '.join(NAMES)}, nor a .csv file")
+    return build(args.schedule, args.ranks, args.microbatches, args.chunks)
 
 
 def _show(schedule: Schedule, args: argparse.Namespace) -> None:
