@@ -21,6 +21,7 @@ from plait.kernels.launch import (
     use_triton,
 )
 from plait.kernels.rotary_triton import Angles, rope_launch
+from plait.kernels.tables import shares_memory
 
 
 def _rotate_ref(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
@@ -206,7 +207,7 @@ def rope_(
     """
     _check("rope_", q, k, cos, sin)
     for name, x in (("q", q), ("k", k)):
-        if any(size > 1 and not stride for size, stride in zip(x.shape, x.stride(), strict=True)):
+        if shares_memory(x):
             raise ValueError(f"rope_: {name} has strides {x.stride()}; broadcast elements cannot be written in place")
     _rope_inplace(q, k, cos, sin, False, interleaved)
     return q, k
