@@ -66,13 +66,14 @@ def forward_act(
 ) -> _Tensors:  # fmt: skip
     """(out, the value before the activation; without one, empty)."""
     mask = None if rng is None else (rng, p, sample_offset, row_offset, col_offset)
-    if use_triton(x) and col_offset % 4 == 0 and triton_multiplies("epilogue", rows := flat(x), weight):
+    op = "epilogue" if mask is None else "dropout"
+    if use_triton(x) and col_offset % 4 == 0 and triton_multiplies(op, rows := flat(x), weight):
         out, matrix = _new_like(x, weight.shape[0])
         pre = torch.empty_like(out) if activation else out.new_empty(0)
         extra = Epilogue(
             bias, activation, bool(activation), 0, pre if activation else None, mask, _num_tokens(x), residual
         )
-        product("epilogue", rows, weight, matrix, extra)
+        product(op, rows, weight, matrix, extra)
         return out, pre
     pre = _functional.linear(x, weight, bias)
     out = activate(pre.to(compute_dtype(x.dtype)), activation)

@@ -49,6 +49,7 @@ TILES: dict[tuple[str, int, str], Tile] = {
     ("any", 90, "few_rows"): Tile(16, 128, 64, 4, 4),
     ("any", 90, "few_cols"): Tile(128, 16, 64, 4, 4),
     ("any", 90, "wide"): Tile(64, 64, 32, 8, 3),
+    ("dropout", 90, "large"): Tile(128, 128, 64, 8, 4, 4),
     ("wgrad_wide", 90, "large"): Tile(128, 128, 64, 8, 4, 2),
     ("swiglu", 90, "large"): Tile(128, 128, 64, 8, 3),
     ("swiglu", 90, "deep"): Tile(128, 128, 64, 8, 3),
@@ -58,6 +59,7 @@ TILES: dict[tuple[str, int, str], Tile] = {
     ("any", 100, "few_rows"): Tile(16, 128, 64, 4, 4),
     ("any", 100, "few_cols"): Tile(128, 16, 64, 4, 4),
     ("any", 100, "wide"): Tile(64, 64, 32, 8, 3),
+    ("dropout", 100, "large"): Tile(128, 128, 64, 8, 4, 4),
     ("wgrad_wide", 100, "large"): Tile(128, 128, 64, 8, 4, 2),
     ("swiglu", 100, "large"): Tile(128, 128, 64, 8, 3),
     ("swiglu", 100, "deep"): Tile(128, 128, 64, 8, 3),
@@ -76,18 +78,21 @@ _FINISH_ROWS, _FINISH_COLS = 4, 256
 # (op, arch) -> the largest K for which Triton multiplies large 16-bit shapes on a card; above it, and where there is
 # no row, torch (cuBLAS) does, with the epilogue in passes of its own. Derived: an epilogue saves b bytes of traffic
 # per output, b / bandwidth seconds; a Triton product is taken to be 10 % slower than cuBLAS, 0.2 K / rate seconds per
-# output. b: 4 (linear_act), 6 (swiglu: gate and up read, out not read again), 4 (slope), 8 (wgrad into fp32).
+# output. b: 4 (epilogue, dropout), 6 (swiglu: gate and up read, out not read again), 4 (slope), 8 (wgrad into fp32).
 # Rates 270, 700, 1500 TFLOP/s and 1.7, 4.0, 7.0 TB/s.
 TRITON_UP_TO: dict[tuple[str, int], int] = {
     ("epilogue", 80): 3072,
+    ("dropout", 80): 3072,
     ("swiglu", 80): 4608,
     ("slope", 80): 3072,
     ("wgrad_wide", 80): 6144,
     ("epilogue", 90): 3584,
+    ("dropout", 90): 3584,
     ("swiglu", 90): 5120,
     ("slope", 90): 3584,
     ("wgrad_wide", 90): 7168,
     ("epilogue", 100): 4096,
+    ("dropout", 100): 4096,
     ("swiglu", 100): 6144,
     ("slope", 100): 4096,
     ("wgrad_wide", 100): 8192,
@@ -298,6 +303,8 @@ def swiglu_launch(
     tile = how.tile
     num_jobs = triton.cdiv(num_rows, tile.block_row) * triton.cdiv(num_cols, tile.block_col)
     descriptors = fits_descriptor(x, how.arch) and fits_descriptor(weight, how.arch)
+    # Where the rows are the contiguous dim, up begins F elements into it, which must be a multiple of 16 bytes.
+    descriptors = descriptors and (_inner_first(weight) or num_cols * weight.element_size() % 16 == 0)
     constants = {
         "DESCRIPTORS": descriptors,
         "STORE_DESCRIPTOR": descriptors and fits_descriptor(out, how.arch),

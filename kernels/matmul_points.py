@@ -35,7 +35,8 @@ def _forward(num_rows: int, dropout: bool, arch: str = "sm_90", stage: int = 0) 
     out, rng = _meta(num_rows, width), _meta(2, dtype=torch.int64)
     mask = (rng, 0.1, 0, 0, 0) if dropout else None
     extra = Epilogue(_meta(width), _GELU, True, 0, out, mask, num_rows, out)
-    return _product("epilogue", _meta(num_rows, _MODEL), _meta(width, _MODEL), out, extra, arch, stage)
+    op = "dropout" if dropout else "epilogue"
+    return _product(op, _meta(num_rows, _MODEL), _meta(width, _MODEL), out, extra, arch, stage)
 
 
 def _plain(op: str, arch: str = "sm_90", dtype: torch.dtype = torch.bfloat16) -> Launch:

@@ -1,0 +1,61 @@
+"""The matmul kernels compiled for each architecture with the tiles of its tables: no spills, wide, tensor cores."""
+
+import pytest
+import torch
+
+from plait.kernels import points
+from plait.kernels.inspect import compile_offline, parse_arch
+from plait.kernels.matmul_launch import TILES, plan
+from plait.kernels.matmul_points import points as matmul_points
+from tests.cases import needs_compiler
+
+ARCHS = ("sm_80", "sm_90", "sm_100")
+NAMES = tuple(matmul_points())
+# Per multiprocessor, less what the driver keeps (CUDA programming guide, compute capabilities).
+SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
+MATRIX = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA"}
+# Without tensor cores: elementwise, and fp32 multiplied as fp32. The smallest tiles use mma on every card.
+PLAIN = ("linear.finish", "linear.activation_grad", "linear.fp32")
+SMALL = ("linear.few_rows",)
+# A bias is read by column, a few bytes a thread, as are sums of rows; the generator's key is 8 bytes, read for each
+# part of a tile: so many narrow loads and stores in the code, at most.
+NARROW = 64
+
+
+@pytest.mark.offline
+@needs_compiler
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", NAMES)
+def test_compiles_without_spills_and_uses_the_tensor_cores(name, arch):
+    launch = matmul_points()[name](arch=arch)
+    facts = compile_offline(launch, arch)
+    assert (facts.spill_loads, facts.spill_stores, facts.stack_bytes) == (0, 0, 0)
+    assert 0 < facts.registers <= 255 and facts.shared_bytes <= SHARED_BYTES[arch]
+    assert facts.count("DADD") + facts.count("DMUL") + facts.count("DFMA") == 0
+    # Nothing is added up in memory. The exchange is how a descriptor, once per program, reaches memory.
+    exchanges = facts.count("ATOMG.E.EXCH")
+    assert facts.count("RED.") + facts.count("ATOM.") + facts.count("ATOMG") == exchanges <= 3
+    matrix = "HMMA" if name in SMALL else MATRIX[arch]
+    assert (facts.count(matrix) > 0) == (name not in PLAIN)
+    # Tiles come by TMA where there is one, else by asynchronous copies of 16 bytes; both are wide.
+    if name not in ("linear.finish", "linear.activation_grad"):
+        assert (facts.count("UTMALDG") > 0) == (arch != "sm_80")
+        copies = facts.count("LDGSTS")
+        assert copies == sum(n for op, n in facts.instructions.items() if op.startswith("LDGSTS") and "128" in op)
+        assert (copies > 0) == (arch == "sm_80")
+    narrow = sum(n for op, n in facts.instructions.items() if op.startswith(("LDG.", "STG.")) and ".128" not in op)
+    assert narrow <= NARROW
+
+
+def test_the_points_are_listed_with_the_others():
+    assert set(NAMES) <= set(points.points())
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_points_take_the_tile_of_their_architecture(arch):
+    number = parse_arch(arch)
+    a, b = (torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    assert plan("linear", a, b, number).tile == TILES["any", number, "large"]
+    launch = matmul_points()["linear.forward"](arch=arch)
+    assert launch.constants["DESCRIPTORS"] == (number >= 90)
+    assert launch.constants["BLOCK_COL"] == TILES["any", number, "large"].block_col
