@@ -4,6 +4,10 @@ One program computes BLOCK_ROW queries of one head. It walks the keys that any o
 a left edge (window), a middle that every row sees whole and that is read without masks, and a right edge (diagonal,
 end). Scores are kept in base 2 (times log2 e), so that exp2 is the only exponential. Rows and columns below are those
 of the document; `row_start` and `col_start` place it in the packed batch.
+
+Keys and values come by pointers or by TMA descriptors, which end at the document, so that rows behind it read as 0.
+The scale costs no instruction of its own where it is positive and there is no softcap (`_attend`). Neither has been
+timed on a card; `plait kernels explain attention.forward.128` prints what the compiler makes of them.
 """
 
 import triton
@@ -52,6 +56,30 @@ def load_rows(base_ptr, rows, num_rows, stride_row, stride_dim, WIDTH: tl.conste
     if WIDTH != BLOCK_WIDTH:
         mask = mask & (dims < WIDTH)[None, :]
     return tl.load(ptrs, mask=mask, other=0.0)
+
+
+@triton.jit
+def row_source(
+    base_ptr, num_rows, stride_row, stride_dim, DESCRIPTORS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """What load_tile reads tiles of BLOCK_ROWS rows from: a TMA descriptor, or pointer and strides."""
+    if DESCRIPTORS:
+        return tl.make_tensor_descriptor(base_ptr, [num_rows, WIDTH], [stride_row, 1], [BLOCK_ROWS, BLOCK_WIDTH])
+    else:
+        return base_ptr, stride_row, stride_dim
+
+
+@triton.jit
+def load_tile(
+    source, first, rows, num_rows, DESCRIPTORS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr
+):
+    """The tile whose rows are first + [0, BLOCK_ROWS), also given as `rows`; outside of the source it is 0."""
+    if DESCRIPTORS:
+        return source.load([first, 0])
+    else:
+        base_ptr, stride_row, stride_dim = source
+        return load_rows(base_ptr, rows, num_rows, stride_row, stride_dim, WIDTH, BLOCK_WIDTH)
 
 
 @triton.jit
@@ -140,35 +168,45 @@ def key_range(
 
 
 @triton.jit
+def _scaled(scores, scales, FOLDED: tl.constexpr):
+    if FOLDED:
+        return scores * scales[0]
+    else:
+        return scores
+
+
+@triton.jit
 def _attend(
     acc, top, total, q, keys, values, rows, extent, low, high, scales, counter, keep_scale,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_HEAD: tl.constexpr, BLOCK_VALUE: tl.constexpr,
-    BLOCK_COL: tl.constexpr, COMPUTE: tl.constexpr,
+    FOLDED: tl.constexpr, DESCRIPTORS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_HEAD: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_COL: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Folds keys [low, high) into (acc, top, total): out before division, maximum score, sum of exponentials.
 
-    keys and values are (pointer, stride of a token, stride of a channel).
+    keys and values are what row_source gives. FOLDED (a positive scale, no softcap): the maximum is taken before the
+    scale, which then costs nothing: it is part of the fused multiply-add in front of exp2.
     """
-    k_ptr, stride_k_token, stride_k_dim = keys
-    v_ptr, stride_v_token, stride_v_dim = values
     num_cols = extent[1]
     for first_col in range(low, high, BLOCK_COL):
         cols = first_col + tl.arange(0, BLOCK_COL)
-        k = load_rows(k_ptr, cols, num_cols, stride_k_token, stride_k_dim, HEAD_DIM, BLOCK_HEAD)
-        scores, _ = score_tile(q, k, scales, SOFTCAP, COMPUTE)  # [BLOCK_ROW, BLOCK_COL]
+        k = load_tile(keys, first_col, cols, num_cols, DESCRIPTORS, HEAD_DIM, BLOCK_HEAD)
+        if FOLDED:
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=COMPUTE)  # [BLOCK_ROW, BLOCK_COL]
+        else:
+            scores, _ = score_tile(q, k, scales, SOFTCAP, COMPUTE)
         if MASKED:
             seen = visible(rows[:, None], cols[None, :], extent, CAUSAL, WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
+        new_top = tl.maximum(top, _scaled(tl.max(scores, 1), scales, FOLDED))
         # A row that has seen nothing yet: -inf - -inf would be NaN.
         base = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
-        p = tl.exp2(scores - base[:, None])
+        p = tl.exp2(_scaled(scores, scales, FOLDED) - base[:, None])
         decay = tl.exp2(top - base)
         total = total * decay + tl.sum(p, 1)
         if DROPOUT:
             p = tl.where(keep_tile(counter, rows, first_col, BLOCK_COL), p * keep_scale, 0.0)
-        v = load_rows(v_ptr, cols, num_cols, stride_v_token, stride_v_dim, VALUE_DIM, BLOCK_VALUE)
+        v = load_tile(values, first_col, cols, num_cols, DESCRIPTORS, VALUE_DIM, BLOCK_VALUE)
         acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee", out_dtype=COMPUTE)
         top = new_top
     return acc, top, total
@@ -185,7 +223,7 @@ def attention_forward_kernel(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr,
     PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_HEAD: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, BLOCK_ROW: tl.constexpr, BLOCK_COL: tl.constexpr, BLOCK_DOCS: tl.constexpr,
-    COMPUTE: tl.constexpr,
+    COMPUTE: tl.constexpr, FOLDED: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, heads, batch). out is contiguous [B, T, H, Kv], lse [B, H, T]."""
     head = tl.program_id(1)
@@ -216,8 +254,10 @@ def attention_forward_kernel(
         if DROPOUT:
             key_low, key_high = philox_load_key(rng_ptr)
         counter = (key_low, key_high, batch + sample_offset, head + head_offset, row_start, threshold)
-        keys = (k_ptr, stride_k_token, stride_k_dim)
-        values = (v_ptr, stride_v_token, stride_v_dim)
+        keys = row_source(k_ptr, num_cols, stride_k_token, stride_k_dim, DESCRIPTORS, HEAD_DIM, BLOCK_COL, BLOCK_HEAD)
+        values = row_source(
+            v_ptr, num_cols, stride_v_token, stride_v_dim, DESCRIPTORS, VALUE_DIM, BLOCK_COL, BLOCK_VALUE
+        )
         extent = (num_rows, num_cols, window)
         scales = (pre_scale, post_scale)
         low, full_low, full_high, high = key_range(
@@ -226,18 +266,18 @@ def attention_forward_kernel(
         if WINDOW:
             acc, top, total = _attend(
                 acc, top, total, q, keys, values, rows, extent, low, full_low, scales, counter, keep_scale,
-                CAUSAL, WINDOW, SOFTCAP, DROPOUT, True, HEAD_DIM, VALUE_DIM, BLOCK_HEAD, BLOCK_VALUE, BLOCK_COL,
-                COMPUTE,
+                CAUSAL, WINDOW, SOFTCAP, DROPOUT, True, FOLDED, DESCRIPTORS,
+                HEAD_DIM, VALUE_DIM, BLOCK_HEAD, BLOCK_VALUE, BLOCK_COL, COMPUTE,
             )  # fmt: skip
         acc, top, total = _attend(
             acc, top, total, q, keys, values, rows, extent, full_low, full_high, scales, counter, keep_scale,
-            CAUSAL, WINDOW, SOFTCAP, DROPOUT, False, HEAD_DIM, VALUE_DIM, BLOCK_HEAD, BLOCK_VALUE, BLOCK_COL,
-            COMPUTE,
+            CAUSAL, WINDOW, SOFTCAP, DROPOUT, False, FOLDED, DESCRIPTORS,
+            HEAD_DIM, VALUE_DIM, BLOCK_HEAD, BLOCK_VALUE, BLOCK_COL, COMPUTE,
         )  # fmt: skip
         acc, top, total = _attend(
             acc, top, total, q, keys, values, rows, extent, full_high, high, scales, counter, keep_scale,
-            CAUSAL, WINDOW, SOFTCAP, DROPOUT, True, HEAD_DIM, VALUE_DIM, BLOCK_HEAD, BLOCK_VALUE, BLOCK_COL,
-            COMPUTE,
+            CAUSAL, WINDOW, SOFTCAP, DROPOUT, True, FOLDED, DESCRIPTORS,
+            HEAD_DIM, VALUE_DIM, BLOCK_HEAD, BLOCK_VALUE, BLOCK_COL, COMPUTE,
         )  # fmt: skip
         if SINKS:
             sink = tl.load(sinks_ptr + head).to(COMPUTE) * 1.4426950408889634

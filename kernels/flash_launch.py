@@ -1,7 +1,8 @@
-"""Launchers of the attention kernels: tile tables, outputs, grids. No autograd, no checks (flash.py has both)."""
+"""Launchers of the attention kernels: outputs, arguments, grids. Tiles are in flash_tiles.py, checks in flash.py."""
 
+import contextvars
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -13,33 +14,9 @@ from plait.kernels.flash_backward import (
     attention_query_gradient_kernel,
 )
 from plait.kernels.flash_forward import attention_forward_kernel
-from plait.kernels.launch import Launch, compute_dtype, from_table, next_power_of_two, triton_dtype
+from plait.kernels.flash_tiles import arch_of, delta_rows, padded, tile_of
+from plait.kernels.launch import Launch, compute_dtype, next_power_of_two, triton_dtype
 from plait.kernels.philox import keep_threshold
-
-
-class Tile(NamedTuple):
-    """Rows and columns of one step, and how it is launched."""
-
-    block_row: int
-    block_col: int
-    num_warps: int
-    num_stages: int
-
-
-# (largest padded head dim, tile) for 16-bit inputs. Compiled offline for sm_90 without spills (triton 3.9); the
-# interpreter takes the same rows. Not yet timed on a card.
-FORWARD_TILES = ((64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 8, 2)))
-QUERY_TILES = ((64, Tile(128, 64, 8, 3)), (128, Tile(128, 32, 8, 2)), (256, Tile(64, 32, 8, 1)))
-KEY_TILES = ((64, Tile(64, 128, 8, 2)), (128, Tile(32, 128, 8, 2)), (256, Tile(32, 64, 8, 1)))
-# fp32 operands take twice the shared memory and run on the CUDA cores.
-WIDE_TILES = ((64, Tile(32, 32, 4, 1)), (256, Tile(16, 16, 4, 1)))
-_DELTA_ROWS = 64
-
-
-def tile_of(table: Any, q: torch.Tensor, v: torch.Tensor) -> Tile:
-    """The table's row for these tensors; wide dtypes have a table of their own."""
-    width = max(q.shape[3], v.shape[3])
-    return from_table(table if q.element_size() == 2 else WIDE_TILES, width)
 
 
 def switches(q: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor | None, options: Options) -> dict[str, Any]:
@@ -52,8 +29,8 @@ def switches(q: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor | None, option
         "PACKED": cu_q is not None,
         "HEAD_DIM": q.shape[3],
         "VALUE_DIM": v.shape[3],
-        "BLOCK_HEAD": max(16, next_power_of_two(q.shape[3])),
-        "BLOCK_VALUE": max(16, next_power_of_two(v.shape[3])),
+        "BLOCK_HEAD": padded(q.shape[3]),
+        "BLOCK_VALUE": padded(v.shape[3]),
         "BLOCK_DOCS": 1 if cu_q is None else next_power_of_two(cu_q.shape[0] - 1),
         "COMPUTE": triton_dtype(q.dtype),
     }
@@ -92,10 +69,11 @@ def _num_tiles(length: int, block: int, cu: torch.Tensor | None) -> int:
 def forward_launch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, rng: torch.Tensor | None,
     cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, options: Options, out: torch.Tensor, lse: torch.Tensor,
+    arch: int | None = None,
 ) -> Launch:  # fmt: skip
-    """out [B, T, H, Kv] and lse [B, H, T] are contiguous outputs."""
+    """out [B, T, H, Kv] and lse [B, H, T] are contiguous outputs; `arch` (80, 90, 100) defaults to q's card."""
     batch, num_tokens, num_heads, _ = q.shape
-    tile = tile_of(FORWARD_TILES, q, v)
+    tile = tile_of("forward", q, k, v, options, arch or arch_of(q))
     arguments = (
         q, k, v, q if sinks is None else sinks.contiguous(), *_small_inputs(q, rng, cu_q, cu_k), out, lse,
         *q.stride(), *k.stride(), *v.stride(), num_tokens, k.shape[1], num_heads, num_heads // k.shape[2],
@@ -103,6 +81,8 @@ def forward_launch(
     )  # fmt: skip
     constants = switches(q, v, cu_q, options) | {
         "SINKS": sinks is not None,
+        "FOLDED": options.scale > 0.0 and not options.softcap,
+        "DESCRIPTORS": tile.descriptors,
         "BLOCK_ROW": tile.block_row,
         "BLOCK_COL": tile.block_col,
     }
@@ -114,14 +94,15 @@ def delta_launch(dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tenso
     """out [B, T, H, Kv] is contiguous; delta [B, H, T] is the contiguous output."""
     batch, num_tokens, num_heads, value_dim = out.shape
     extra = delta if dlse is None else dlse
+    num_rows = delta_rows(value_dim)
     constants = {
         "HAS_DLSE": dlse is not None,
         "VALUE_DIM": value_dim,
-        "BLOCK_VALUE": max(16, next_power_of_two(value_dim)),
-        "BLOCK_ROW": _DELTA_ROWS,
+        "BLOCK_VALUE": padded(value_dim),
+        "BLOCK_ROW": num_rows,
         "COMPUTE": triton_dtype(out.dtype),
     }
-    grid = (triton.cdiv(num_tokens, _DELTA_ROWS), num_heads, batch)
+    grid = (triton.cdiv(num_tokens, num_rows), num_heads, batch)
     arguments = (dout, out, extra, delta, *dout.stride(), *extra.stride(), num_tokens, num_heads)
     return Launch(attention_delta_kernel, grid, arguments, constants)
 
@@ -129,7 +110,7 @@ def delta_launch(dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tenso
 def gradient_launches(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
     rng: torch.Tensor | None, cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, options: Options,
-    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, arch: int | None = None,
 ) -> tuple[Launch, Launch]:  # fmt: skip
     """(the launch that writes dq, the one that writes dk and dv), all three contiguous."""
     batch, num_tokens, num_heads, _ = q.shape
@@ -140,7 +121,8 @@ def gradient_launches(
         *_scales(options), *_randomness(options),
     )  # fmt: skip
     shared = switches(q, v, cu_q, options)
-    row, col = tile_of(QUERY_TILES, q, v), tile_of(KEY_TILES, q, v)
+    arch = arch or arch_of(q)
+    row, col = (tile_of(kernel, q, k, v, options, arch) for kernel in ("dq", "dkdv"))
     return (
         Launch(
             attention_query_gradient_kernel,
@@ -161,6 +143,24 @@ def gradient_launches(
     )
 
 
+def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    """Device memory for descriptors; torch aligns to 512 bytes and frees in stream order."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def _run_with_scratch(launch: Launch) -> None:
+    triton.set_allocator(_scratch)
+    launch.run()
+
+
+def _run(launch: Launch) -> None:
+    """Runs it; the allocator that descriptors need is set in a copy of the context, not for the caller."""
+    if launch.constants["DESCRIPTORS"]:
+        contextvars.copy_context().run(_run_with_scratch, launch)
+    else:
+        launch.run()
+
+
 def launch_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, rng: torch.Tensor | None,
     cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, options: Options,
@@ -174,7 +174,7 @@ def launch_forward(
     else:  # rows past the last document are not visited
         out, lse = q.new_zeros(shape), q.new_full(stats, float("-inf"), dtype=dtype)
     if q.numel():
-        forward_launch(q, k, v, sinks, rng, cu_q, cu_k, options, out, lse).run()
+        _run(forward_launch(q, k, v, sinks, rng, cu_q, cu_k, options, out, lse))
     return out, lse
 
 

@@ -8,8 +8,7 @@ from functools import partial
 
 import torch
 
-from plait.kernels import flash_launch, gated, loss_points, matmul_points, norm_rows, rotary_triton, stream_points
-from plait.kernels.attention_plain import Options
+from plait.kernels import flash_points, gated, loss_points, matmul_points, norm_rows, rotary_triton, stream_points
 from plait.kernels.launch import Launch
 
 
@@ -56,17 +55,6 @@ def _rope(head_dim: int, interleaved: bool, packed: bool = False) -> Launch:
     return launch
 
 
-def _attention(kernel: str, head_dim: int, options: Options) -> Launch:
-    q, kv = _meta(2, 4096, 32, head_dim), _meta(2, 4096, 8, head_dim)
-    lse, rng = _meta(2, 32, 4096, dtype=torch.float32), _meta(2, dtype=torch.int64)
-    if kernel == "forward":
-        return flash_launch.forward_launch(q, kv, kv, None, rng, None, None, options, q, lse)
-    if kernel == "delta":
-        return flash_launch.delta_launch(q, None, q, lse)
-    launches = flash_launch.gradient_launches(q, q, kv, kv, lse, lse, rng, None, None, options, q, kv, kv)
-    return launches[0 if kernel == "dq" else 1]
-
-
 def points() -> dict[str, Callable[[], Launch]]:
     """Every point by name, as a function that makes its launch."""
     found: dict[str, Callable[[], Launch]] = {}
@@ -84,9 +72,7 @@ def points() -> dict[str, Callable[[], Launch]]:
         found[f"rope.halves.{head_dim}"] = partial(_rope, head_dim, False)
         found[f"rope.neighbours.{head_dim}"] = partial(_rope, head_dim, True)
         found[f"rope.packed.{head_dim}"] = partial(_rope, head_dim, False, True)
-        causal = Options(True, head_dim**-0.5, 0, 0.0, 0.0, 0, 0)
-        for kernel in ("forward", "delta", "dq", "dkdv"):
-            found[f"attention.{kernel}.{head_dim}"] = partial(_attention, kernel, head_dim, causal)
+    found |= flash_points.points()
     found |= loss_points.points()
     found |= matmul_points.points()
     found |= stream_points.points()

@@ -96,7 +96,7 @@ def bf16_interpreter() -> Iterator[None]:
         data = source.data.view(bf16) if source.dtype.scalar == tl.bfloat16 else source.data
         return interpreter.TensorHandle(data.astype(numpy_dtype(target)), target.scalar)
 
-    def load(self: object, pointers: object, mask: object, other: object, *hints: object) -> object:
+    def load(self: object, pointers: object, mask: object, other: object, *hints: object, **more: object) -> object:
         handle = pointers.get_element_ty()
         is_bf16 = handle == tl.bfloat16
         raw = np.dtype(np.uint16) if is_bf16 else numpy_dtype(handle)
@@ -104,7 +104,7 @@ def bf16_interpreter() -> Iterator[None]:
         data = interpreter._interpreter.load(pointers.data, mask.data, fill, raw)
         return interpreter.TensorHandle(data.view(bf16) if is_bf16 else data, handle)
 
-    def store(self: object, pointers: object, value: object, mask: object, *hints: object) -> object:
+    def store(self: object, pointers: object, value: object, mask: object, *hints: object, **more: object) -> object:
         data = value.data.view(np.uint16) if value.data.dtype == bf16 else value.data
         return interpreter._interpreter.store(pointers.data, data, mask.data)
 

@@ -222,7 +222,7 @@ def test_dropout_depends_on_the_global_sample_and_head_only(path):
 @interpret
 @needs_interpreter
 def test_dropout_and_gradients_do_not_depend_on_tile_sizes(monkeypatch):
-    from plait.kernels import flash_launch
+    from plait.kernels import flash_tiles
 
     q, k, v = (normal(1, 40, 2, 16, seed=i).requires_grad_() for i in range(3))
 
@@ -231,7 +231,7 @@ def test_dropout_and_gradients_do_not_depend_on_tile_sizes(monkeypatch):
         return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
 
     base = run()
-    monkeypatch.setattr(flash_launch, "WIDE_TILES", ((256, flash_launch.Tile(16, 64, 4, 1)),))
+    monkeypatch.setattr(flash_tiles, "WIDE_TILES", ((256, flash_tiles.Tile(16, 64, 4, 1)),))
     for a, b in zip(base, run(), strict=True):
         torch.testing.assert_close(a, b)
 

@@ -1,0 +1,147 @@
+"""Which tile an attention kernel takes: data by kernel, architecture, head dim and what is switched on.
+
+Not a kernel and no launch. The one idea: a tile is the first of a fixed list, largest first, that the compiler fits
+into registers without a spill; tests/test_flash_compile.py holds each row to that. No row was timed on a card. A tile
+changes the order of sums, so it depends on nothing that could differ between ranks.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from plait.kernels.attention_plain import Options
+from plait.kernels.launch import from_table, next_power_of_two
+
+
+class Tile(NamedTuple):
+    """Rows and columns of one step, and how it is launched."""
+
+    block_row: int
+    block_col: int
+    num_warps: int
+    num_stages: int
+    descriptors: bool = False  # keys and values are read by TMA
+
+
+class Choice(NamedTuple):
+    """A tile by what is switched on: nothing that costs registers, a window or a softcap, dropout with anything."""
+
+    plain: Tile
+    bounded: Tile
+    dropout: Tile
+
+
+# kernel -> architecture -> (largest padded head dim, tiles), for 16-bit inputs. Derived: compiled offline (triton
+# 3.9, bf16, packed documents and sinks on; bounded with window and softcap, dropout with all three), 2026-11-29.
+TILES: dict[str, dict[int, tuple[tuple[int, Choice], ...]]] = {
+    "forward": {
+        80: (
+            (64, Choice(Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 3))),  # registers 255, 198, 255
+            (128, Choice(Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(128, 32, 8, 3))),  # registers 220, 192, 255
+            (256, Choice(Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 8, 2))),  # registers 188, 254, 0
+        ),
+        90: (
+            (64, Choice(Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 3))),  # registers 223, 174, 226
+            (128, Choice(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 32, 8, 3))),  # registers 188, 236, 235
+            (256, Choice(Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), Tile(64, 32, 8, 2))),  # registers 254, 255, 255
+        ),
+        100: (
+            (64, Choice(Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 64, 4, 3))),  # registers 246, 191, 0
+            (128, Choice(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 32, 8, 2))),  # registers 244, 232, 0
+            (256, Choice(Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 32, 8, 2))),  # registers 211, 222, 0
+        ),
+    },
+    "dq": {
+        80: (
+            (64, Choice(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 32, 8, 3))),  # registers 182, 218, 248
+            (128, Choice(Tile(128, 32, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2))),  # registers 210, 246, 255
+            (256, Choice(Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 8, 1))),  # registers 228, 255, 202
+        ),
+        90: (
+            (64, Choice(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 3))),  # registers 128, 179, 241
+            (128, Choice(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(64, 32, 8, 2))),  # registers 221, 220, 245
+            (256, Choice(Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1))),  # registers 162, 160, 166
+        ),
+        100: (
+            (64, Choice(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 32, 8, 2))),  # registers 170, 210, 0
+            (128, Choice(Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(32, 32, 8, 2))),  # registers 186, 231, 0
+            (256, Choice(Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(16, 16, 4, 1))),  # registers 110, 142, 0
+        ),
+    },
+    "dkdv": {
+        80: (
+            (64, Choice(Tile(64, 128, 8, 2), Tile(32, 128, 8, 2), Tile(32, 64, 8, 2))),  # registers 248, 217, 0
+            (128, Choice(Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2))),  # registers 224, 236, 233
+            (256, Choice(Tile(32, 64, 8, 2), Tile(32, 64, 8, 1), Tile(32, 32, 8, 1))),  # registers 255, 255, 199
+        ),
+        90: (
+            (64, Choice(Tile(64, 128, 8, 2), Tile(64, 128, 8, 2), Tile(32, 128, 8, 2))),  # registers 231, 234, 220
+            (128, Choice(Tile(32, 128, 8, 2), Tile(32, 128, 8, 2), Tile(16, 128, 8, 2))),  # registers 238, 254, 254
+            (256, Choice(Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1))),  # registers 170, 166, 178
+        ),
+        100: (
+            (64, Choice(Tile(32, 128, 8, 2), Tile(32, 128, 8, 2), Tile(32, 128, 8, 2))),  # registers 199, 217, 255
+            (128, Choice(Tile(32, 64, 8, 2), Tile(32, 64, 8, 2), Tile(16, 64, 8, 2))),  # registers 237, 255, 255
+            (256, Choice(Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 16, 4, 1))),  # registers 170, 166, 0
+        ),
+    },
+}
+# Where keys and values fit TMA descriptors and nothing is switched on: larger tiles, since addresses take no
+# registers (176, 218, 233 in use). That they are faster is not measured: nobody has timed them on a card.
+DESCRIPTOR_TILES: dict[str, dict[int, tuple[tuple[int, Tile], ...]]] = {
+    "forward": {
+        90: ((64, Tile(128, 128, 8, 3, True)), (128, Tile(128, 128, 8, 2, True)), (256, Tile(128, 64, 8, 2, True))),
+    },
+}
+# 32-bit and wider operands run on the CUDA cores: head dim -> tile, on every architecture.
+WIDE_TILES = ((64, Tile(32, 32, 4, 1)), (256, Tile(16, 16, 4, 1)))
+# Rows of the kernel that makes delta: out and dout are in registers at once (64 rows of 128 spill on sm_100).
+DELTA_ROWS = ((64, 64), (128, 32), (256, 16))
+
+
+def arch_of(x: torch.Tensor) -> int:
+    """80, 90 or 100: the table that serves x's card; 90 for tensors on no card."""
+    if not x.is_cuda:
+        return 90
+    major, _ = torch.cuda.get_device_capability(x.device)
+    return {9: 90, 10: 100}.get(major, 80)
+
+
+def padded(head_dim: int) -> int:
+    """The width of a tile that holds `head_dim` channels: a power of two, at least 16, as products need it."""
+    return max(16, next_power_of_two(head_dim))
+
+
+def fits_descriptor(x: torch.Tensor) -> bool:
+    """Whether TMA can read rows of x[B, S, KV, K]: channels side by side, all else on multiples of 16 bytes."""
+    strides = x.stride()
+    return (
+        strides[3] == 1
+        and strides[1] >= x.shape[3]  # rows that lie over each other are no matrix
+        and all(stride * x.element_size() % 16 == 0 for stride in strides[:3])
+        and (x.is_meta or x.data_ptr() % 16 == 0)
+    )
+
+
+def tile_of(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, arch: int) -> Tile:
+    """The tile of kernel "forward", "dq" or "dkdv" for these tensors."""
+    width = padded(max(q.shape[3], v.shape[3]))
+    if q.element_size() > 2:
+        return from_table(WIDE_TILES, width)
+    choice: Choice = from_table(TILES[kernel][arch], width)
+    # Masks over padded channels cost the kernel of dk and dv registers (96: 2 spills in the plain tiles of 128).
+    ragged = kernel == "dkdv" and (padded(q.shape[3]) != q.shape[3] or padded(v.shape[3]) != v.shape[3])
+    if options.dropout_p or ragged:
+        return choice.dropout
+    if options.window or options.softcap:
+        return choice.bounded
+    rows = DESCRIPTOR_TILES.get(kernel, {}).get(arch)
+    if rows is not None and fits_descriptor(k) and fits_descriptor(v):
+        return from_table(rows, width)
+    return choice.plain
+
+
+def delta_rows(value_dim: int) -> int:
+    """Rows of a program of the delta kernel."""
+    rows: int = from_table(DELTA_ROWS, padded(value_dim))
+    return rows

@@ -1,0 +1,91 @@
+"""Offline compilation of attention: no spill, no fp64, no atomic sum in any tile of the table, on any architecture.
+
+The short list runs with every `make test`; the whole table, with all head dims and dtypes, is marked `long`.
+"""
+
+import pytest
+import torch
+
+from plait.kernels import flash_points
+from plait.kernels.attention_plain import Options
+from plait.kernels.flash_tiles import TILES, Choice, arch_of, delta_rows, fits_descriptor, tile_of
+from plait.kernels.inspect import compile_offline
+from tests.cases import needs_compiler
+
+ARCHS = ("sm_80", "sm_90", "sm_100")
+# Shared memory that one program may have (CUDA programming guide, compute capabilities).
+SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
+MATRIX = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA"}
+SHORT = [(point, arch) for point in flash_points.default_points() for arch in ARCHS]
+LONG = [(point, arch) for point in flash_points.all_points() for arch in ARCHS if (point, arch) not in SHORT]
+
+
+def _each(cases, *marks):
+    return [pytest.param(p, a, id=f"{p.name}-{a}", marks=marks) for p, a in cases]
+
+
+@pytest.mark.offline
+@needs_compiler
+@pytest.mark.parametrize("point,arch", _each(SHORT) + _each(LONG, pytest.mark.long, pytest.mark.timeout(600)))
+def test_compiles_without_a_spill(point, arch):
+    facts = compile_offline(point.launch(arch), arch)
+    assert (facts.spill_loads, facts.spill_stores, facts.stack_bytes) == (0, 0, 0)
+    assert 0 < facts.registers <= 255 and facts.shared_bytes <= SHARED_BYTES[arch]
+    # A number argument typed fp64 by the compiler would show here.
+    assert facts.count("DADD") + facts.count("DMUL") + facts.count("DFMA") == 0
+    # No gradient is added up in memory: bits agree between runs.
+    assert facts.count("RED.") + facts.count("ATOM.") + facts.count("ATOMG") == 0
+    if point.dtype != "fp32" and point.kernel != "delta":
+        assert facts.count("HMMA") + facts.count("HGMMA") + facts.count("UTCHMMA") > 0
+    if (point, arch) in SHORT and point.kernel != "delta":
+        assert facts.count(MATRIX[arch]) > 0
+
+
+def test_the_short_list_is_short_and_names_are_unique():
+    assert len(SHORT) <= 30
+    names = [point.name for point in flash_points.all_points()]
+    assert len(set(names)) == len(names) and "attention.dkdv.192x128" in names and "attention.delta.64.fp32" in names
+
+
+def test_every_kernel_has_a_tile_for_every_architecture_head_dim_and_switch():
+    for rows in (rows for table in TILES.values() for rows in table.values()):
+        assert [limit for limit, _ in rows] == [64, 128, 256]
+        assert all(tile.block_row % 16 == 0 and tile.block_col % 16 == 0 for _, row in rows for tile in row)
+    assert {kernel: sorted(table) for kernel, table in TILES.items()} == {
+        kernel: [80, 90, 100] for kernel in ("forward", "dq", "dkdv")
+    }
+
+
+def test_the_wider_head_dim_and_the_switches_choose_the_tile():
+    q, v = (torch.empty(1, 4, 1, width, dtype=torch.bfloat16) for width in (80, 200))
+    plain = Options(True, 1.0, 0, 0.0, 0.0, 0, 0)
+    choice: Choice = TILES["dq"][80][2][1]
+    assert tile_of("dq", q, q, v, plain, 80) == choice.plain and tile_of("dq", v, v, q, plain, 80) == choice.plain
+    assert tile_of("dq", q, q, v, plain._replace(window=3), 80) == choice.bounded
+    assert tile_of("dq", q, q, v, plain._replace(softcap=3.0), 80) == choice.bounded
+    assert tile_of("dq", q, q, v, plain._replace(softcap=3.0, dropout_p=0.5), 80) == choice.dropout
+    assert tile_of("dkdv", q, q, q, plain, 80) == TILES["dkdv"][80][1][1].dropout  # 80 channels of 128: masks
+    wide = q.float(), q.float(), v.float()
+    assert tile_of("dq", *wide, plain, 80) == tile_of("dkdv", *wide, plain, 100)
+    assert arch_of(q) == 90 and [delta_rows(width) for width in (8, 64, 80, 256)] == [64, 64, 32, 16]
+
+
+def test_descriptors_are_for_rows_that_tma_can_read():
+    x = torch.empty(2, 8, 3, 64, dtype=torch.bfloat16)
+    plain = Options(True, 1.0, 0, 0.0, 0.0, 0, 0)
+    assert (
+        tile_of("forward", x, x, x, plain, 90).descriptors and not tile_of("forward", x, x, x, plain, 80).descriptors
+    )
+    assert not tile_of("forward", x, x, x, plain._replace(window=4), 90).descriptors
+    assert not tile_of("forward", x.float(), x.float(), x.float(), plain, 90).descriptors
+    flat = torch.empty(2 * 8 * 3 * 64 + 1, dtype=torch.bfloat16)
+    for other in (
+        x.transpose(1, 3)[..., :8],  # channels apart
+        x[..., 1:],  # not aligned
+        flat[1:].view(x.shape),
+        torch.empty(2, 8, 3, 65, dtype=torch.bfloat16)[..., :64],  # rows of 130 bytes
+        x[:, :1].expand(2, 8, 3, 64),  # rows over each other
+    ):
+        assert not fits_descriptor(other)
+        assert not tile_of("forward", x, x, other, plain, 90).descriptors
+    assert fits_descriptor(x.transpose(1, 2)) and fits_descriptor(x[..., 8:])
