@@ -112,6 +112,8 @@ def test_kernels_agree_with_the_formula_at_every_width(shape, name):
         target[0] = shape[1] - 1
         _check_rows(_logits(*shape, torch.float32), target + 7, OPTIONS[name], start=7)
         _check_rows(_logits(*shape, torch.float32), target, OPTIONS[name], start=shape[1] + 3)
+        # Classes just behind this shard: their columns are in the last block, but not in the row.
+        _check_rows(_logits(*shape, torch.float32), shape[1] + torch.arange(shape[0]), OPTIONS[name])
 
 
 @marked(*interpreted)
