@@ -8,7 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.kernels import gated, geglu, geglu_ref, swiglu, swiglu_ref
-from tests.cases import TOLERANCE, close, compare, dtype_support, interpret, needs_interpreter, needs_plain, normal
+from plait.kernels.inspect import compile_offline
+from tests.cases import (
+    TOLERANCE,
+    close,
+    compare,
+    dtype_support,
+    interpret,
+    needs_compiler,
+    needs_interpreter,
+    needs_plain,
+    normal,
+)
 from tests.edges import LAYOUTS, lay_out, no_worse_than_torch
 
 # (leading dims, F): one element, odd, a power of two, more than one block of columns, no rows, no columns.
@@ -176,3 +187,26 @@ def test_gradcheck_of_the_reference_in_fp64(name):
 def test_bad_input_is_refused_before_any_launch(call, error, text):
     with pytest.raises(error, match=text):
         call()
+
+
+@pytest.mark.offline
+@needs_compiler
+@pytest.mark.parametrize("tanh", [None, False, True])
+@pytest.mark.parametrize(
+    "rows,width,step,dtype", [(1, 1, 2, torch.float32), (3, 65, 1 << 31, torch.float16)], ids=str
+)
+def test_edge_launches_compile(rows, width, step, dtype, tanh):
+    """Sizes of 1, which the compiler folds away; odd ones beyond 32 bits; tanh None is swiglu."""
+    gate_up = torch.empty_strided((rows, 2 * width), (step, 1), dtype=dtype, device="meta")
+    out, grad = gate_up[:, :width], torch.empty(rows, 2 * width, dtype=dtype, device="meta")
+    launches = (
+        (gated.forward_launch(gate_up, grad[:, :width]), gated.backward_launch(out, gate_up, grad))
+        if tanh is None
+        else (
+            gated.geglu_forward_launch(gate_up, grad[:, :width], tanh),
+            gated.geglu_backward_launch(out, gate_up, grad, tanh),
+        )
+    )
+    for launch in launches:
+        facts = compile_offline(launch, "sm_90")
+        assert (facts.spill_loads, facts.spill_stores, facts.count("DFMA") + facts.count("DMUL")) == (0, 0, 0)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.kernels import layer_norm, layer_norm_ref, layernorm, norm_rows
+from plait.kernels.inspect import compile_offline
 from tests.cases import (
     TOLERANCE,
     WIDTHS,
@@ -13,6 +14,7 @@ from tests.cases import (
     compare,
     dtype_support,
     interpret,
+    needs_compiler,
     needs_interpreter,
     needs_plain,
     normal,
@@ -292,3 +294,35 @@ def test_gradcheck_of_the_reference_in_fp64(form):
 def test_bad_input_is_refused_before_any_launch(call, error, text):
     with pytest.raises(error, match=text):
         call()
+
+
+# (rows, columns, distance of rows, weight, bias, residual, centred): sizes of 1, odd ones, wide, beyond 32 bits.
+EDGES = (
+    (1, 1, 1, True, True, True, True),
+    (5, 97, 101, False, False, False, True),
+    (5, 97, 1 << 31, False, True, True, True),
+    (1, 33, 0, False, False, True, False),
+    (3, 40001, 40001, False, False, False, False),
+    (3, 40001, 1 << 31, False, True, True, True),
+    (1, 65536, 65536, True, False, False, True),
+)
+
+
+@pytest.mark.offline
+@needs_compiler
+@pytest.mark.parametrize("rows,cols,step,weighted,biased,summed,centred", EDGES, ids=str)
+def test_edge_launches_compile(rows, cols, step, weighted, biased, summed, centred):
+    """Of layer_norm, and (not centred) of rms_norm; forward and backward."""
+    x = torch.empty_strided((rows, cols), (step, 1), dtype=torch.bfloat16, device="meta")
+    y, parameter = torch.empty_like(x), torch.empty(cols, dtype=torch.bfloat16, device="meta")
+    rstd = torch.empty(rows, device="meta")
+    partial = torch.empty(rows, cols, device="meta")
+    weight, bias = parameter if weighted else None, parameter if biased else None
+    residual, mean = x if summed else None, rstd if centred else None
+    sums = partial if weighted else None, partial if biased else None
+    for launch in (
+        norm_rows.forward_launch(x, residual, weight, bias, 1e-5, y, y, mean, rstd),
+        norm_rows.backward_launch(x, x, weight, mean, rstd, residual, y, *sums, rows),
+    ):
+        facts = compile_offline(launch, "sm_90")
+        assert (facts.spill_loads, facts.spill_stores, facts.count("DFMA") + facts.count("DMUL")) == (0, 0, 0)

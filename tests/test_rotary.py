@@ -6,12 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.kernels import rope, rope_, rope_ref, rotary
+from plait.kernels.inspect import compile_offline
+from plait.kernels.rotary_triton import Angles, rope_launch
 from tests.cases import (
     TOLERANCE,
     close,
     compare,
     dtype_support,
     interpret,
+    needs_compiler,
     needs_interpreter,
     normal,
 )
@@ -323,3 +326,34 @@ def test_bad_input_is_refused():
         with pytest.raises(error, match=text):
             call()
     assert q.eq(1.0).all() and k.eq(1.0).all()
+
+
+FAR = (1 << 31) + 16
+# (q's shape, q's strides, KV, R, dtype): sizes of 1, which the compiler folds away; odd ones; beyond 32 bits.
+EDGES = (
+    ((1, 1, 1, 2), None, 1, 2, torch.float32),
+    ((2, 3, 1, 7), None, 3, 4, torch.bfloat16),
+    ((2, 3, 2, 8), None, 1, 0, torch.float16),
+    ((2, 3, 3, 8), (FAR, FAR, FAR, FAR), 1, 8, torch.bfloat16),
+    ((1, 1, 5, 6), (1, 1, 1, 5), 0, 6, torch.bfloat16),
+)
+
+
+@pytest.mark.offline
+@needs_compiler
+@STYLES
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("shape,strides,kv_heads,turned,dtype", EDGES, ids=str)
+def test_edge_launches_compile(shape, strides, kv_heads, turned, dtype, in_place, interleaved):
+    q = torch.empty(shape, dtype=dtype, device="meta")
+    q = q if strides is None else torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    k = torch.empty((*shape[:2], kv_heads, shape[3]), dtype=dtype, device="meta")
+    table = torch.empty((shape[1], turned // 2), dtype=dtype, device="meta")
+    out = (q, k) if in_place else (torch.empty_like(q), torch.empty_like(k))
+    angles = Angles(table, table, 0, turned // 2, 1)
+    launch = rope_launch(q, k, *out, angles, turned // 2, inverse=True, interleaved=interleaved)
+    if in_place and not turned:
+        assert launch is None
+    else:
+        facts = compile_offline(launch, "sm_90")
+        assert (facts.spill_loads, facts.spill_stores, facts.count("DFMA") + facts.count("DMUL")) == (0, 0, 0)
