@@ -186,11 +186,13 @@ def _block(x, weight, gate_up, q, k, v, cos, sin, table):
     normed, h = kernels.rms_norm(x, weight, residual=x)
     hidden = kernels.linear_swiglu(normed, gate_up)
     hidden = kernels.linear(hidden, gate_up[:6, :4], activation="gelu")
-    q, k = kernels.rope(q, k, cos, sin)
+    q, k = kernels.rope(*kernels.rope(q, k, cos, sin), cos, sin, interleaved=True)
+    centred, _ = kernels.layer_norm(h, weight, weight, residual=normed)
     out, lse = kernels.attention(q, k, v, return_lse=True, window=3, dropout_p=0.25, rng=RNG)
     loss = kernels.linear_cross_entropy(x, table, TOKENS) + kernels.cross_entropy(h, TOKENS)
     rows = kernels.embedding(TOKENS, table) + kernels.dropout(x, 0.25, RNG)
-    return loss + hidden.sum() + out.square().sum() + lse.sum() + kernels.swiglu(rows).sum()
+    gates = kernels.swiglu(rows).sum() + kernels.geglu(centred).sum()
+    return loss + hidden.sum() + out.square().sum() + lse.sum() + gates
 
 
 BLOCK = (
