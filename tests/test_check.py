@@ -9,10 +9,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from plait.parallel.schedules import (
+    NAMES,
     Action,
     Op,
     Schedule,
     ScheduleError,
+    build,
     gpipe,
     interleaved,
     lower,
@@ -36,15 +38,13 @@ def edited(schedule: Schedule, rank: int, lane: list[Action]) -> Schedule:
 def sound(draw) -> Schedule:
     """A schedule of any kind, plain or lowered, whole or split backward."""
     p, v, m = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 9))
-    kind = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "torch"]))
+    kind = draw(st.sampled_from([*NAMES, "torch"]))
     if kind == "torch":
         name = draw(st.sampled_from(SPLIT))
         p = max(p, 2)
         schedule = parse_csv(torch_csv(name, p, 2, p * (2 + m % 2)), name)  # an M that each of them takes
-    elif kind == "interleaved":
-        schedule = interleaved(p, v, m)
     else:
-        schedule = {"gpipe": gpipe, "1f1b": one_f_one_b}[kind](p, m)
+        schedule = build(kind, p, m, v if kind in ("interleaved", "looped_bfs") else None)
     if draw(st.booleans()):
         schedule = schedule.with_tied()
     return lower(schedule) if draw(st.booleans()) else schedule
