@@ -8,6 +8,7 @@ against itself, in fresh processes.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import random
@@ -15,13 +16,14 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 
 from plait.bench.fake_device import NOISE_MODELS, FakeDevice, Noise
 from plait.bench.spec import Options
-from plait.bench.stats import rate_bound
+from plait.bench.stats import log_binomial, rate_bound
 from plait.bench.timer import interleave
 from plait.bench.verdict import Decision, Paired, Rule, Verdict, decide, pooled, process_ratio
 
@@ -52,7 +54,19 @@ class Tally:
 
     @property
     def false_cases(self) -> int:
+        """How many cases were called FASTER or SLOWER in the end."""
         return sum(self.verdicts[verdict] for verdict in FALSE)
+
+    def too_many(self, rule: Rule) -> bool:
+        """Whether more suites had a false alarm than alpha in each direction explains: with that rate, so many or
+        more would be seen in fewer than one run of aa in 100."""
+        rate = 2 * rule.alpha
+        fewer = sum(math.exp(log_binomial(self.suites, k, rate)) for k in range(self.false_suites))
+        return 1 - fewer < 0.01
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain data."""
+        return asdict(self) | {"verdicts": {str(verdict): self.verdicts[verdict] for verdict in Verdict}}
 
     def row(self) -> list[str]:
         """Returns its row of the table."""
@@ -84,15 +98,19 @@ def fake_process(noise: Noise, seed: int, effect: float = 1.0, rounds: int = 20)
 
 
 def fake_suite(
-    noise: Noise, processes: int, draw: random.Random, names: Sequence[str], effect: float = 1.0
+    noise: Noise,
+    processes: int,
+    draw: random.Random,
+    names: Sequence[str],
+    effect: float = 1.0,
+    rounds: int = 20,
 ) -> list[Paired]:
     """Returns a suite measured on the fake device, every case in `processes` processes of its own."""
-    return [
-        Paired(
-            name, tuple(fake_process(noise, draw.getrandbits(40), effect) for _ in range(processes)), base_s=KERNEL_S
-        )
-        for name in names
-    ]
+    suite = []
+    for name in names:
+        ratios = tuple(fake_process(noise, draw.getrandbits(40), effect, rounds) for _ in range(processes))
+        suite.append(Paired(name, ratios, base_s=KERNEL_S))
+    return suite
 
 
 def fake_trials(
@@ -102,6 +120,7 @@ def fake_trials(
     cases: int,
     processes: int,
     seed: int,
+    rounds: int = 20,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Tally]:
     """Returns one tally a noise model, of so many suites of so many cases each."""
@@ -109,7 +128,7 @@ def fake_trials(
     names = [f"case {index}" for index in range(cases)]
     for place, (model, noise) in enumerate(NOISE_MODELS.items()):
         tally = Tally(model)
-        measure = functools.partial(fake_suite, noise, processes, random.Random(f"{seed} {model}"))
+        measure = functools.partial(fake_suite, noise, processes, random.Random(f"{seed} {model}"), rounds=rounds)
         for trial in range(suites):
             tally.add(*judged(measure, names, rule))
             progress(place * suites + trial + 1, len(NOISE_MODELS) * suites)
@@ -173,3 +192,19 @@ def real_suite(
         Paired(name, tuple(ratio for ratio, _ in pairs), math.fsum(s for _, s in pairs) / len(pairs))
         for name, pairs in found.items()
     ]
+
+
+def real_trial(
+    rule: Rule, device: str, cases: int, processes: int, seed: int, rounds: int, progress: Callable[[], None]
+) -> Tally:
+    """Returns the tally of one suite measured on this machine; progress is called after each process."""
+    draw, tally = random.Random(seed), Tally(f"this machine, {device}")
+    names = [f"matmul {index}" for index in range(cases)]
+    tally.add(*judged(lambda asked: real_suite(device, asked, processes, draw, rounds, progress), names, rule))
+    return tally
+
+
+def counted(show: Callable[[int], None]) -> Callable[[], None]:
+    """Returns a function that calls show with 1, 2, 3, ..."""
+    done = itertools.count(1)
+    return lambda: show(next(done))

@@ -1,7 +1,7 @@
-"""`plait bench`: lists the suites, runs them, writes one JSON file a suite and prints one table.
+"""`plait bench`: runs suites, compares their result files, and says how far the tool itself can be believed.
 
-Exit codes: 0 measured, 1 a case could not be measured, 2 usage, 4 a provider computed a wrong result (then no number
-is printed for its case). A case that fails takes no other with it: the table and the file say why it has no numbers.
+Exit codes: 0 ok, 1 a regression, or a case that could not be measured, 2 usage or unreadable input, 3 inconclusive
+(with --strict), 4 a wrong result or an impossible number, 5 results from machines that cannot be compared.
 """
 
 from __future__ import annotations
@@ -12,9 +12,16 @@ import shlex
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
-from plait.bench import report
-from plait.bench.spec import Case, CaseResult, Options, Suite, WrongResultError
+import torch
+
+from plait.bench import aa, report, runner
+from plait.bench import compare as comparing
+from plait.bench.progress import Progress
+from plait.bench.result_file import read
+from plait.bench.spec import Options, Suite
+from plait.bench.verdict import Rule
 
 # suite -> module that holds its SUITE; imported only when it runs
 SUITES = {
@@ -32,16 +39,41 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("list", help="name the suites and their cases")
     run = commands.add_parser("run", help="run suites; all of them when none is named")
     run.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(SUITES))
-    train = commands.add_parser(
-        "train", help="the main job beside torch's own stack (the same as `run train --full`)"
-    )
+    train = commands.add_parser("train", help="the main job beside torch's own stack (as `run train --full`)")
     for command in (run, train):
         command.add_argument("--full", action="store_true", help="every case, not only the small default one")
+        command.add_argument("--rounds", type=int, help="counted rounds per case (default: the suite's)")
         command.add_argument(
-            "--rounds", type=int, default=None, help="counted rounds per case (default: the suite's)"
+            "--processes", type=int, default=1, help="fresh processes; a verdict needs 5 (default 1)"
         )
-        command.add_argument("--json", type=Path, default=None, metavar="DIR", help="write DIR/SUITE.json")
+        command.add_argument("--seed", type=int, default=0, help="of inputs and orders (default 0)")
         command.add_argument("--only", default="", metavar="TEXT", help="only the cases whose name contains TEXT")
+        for kind in ("json", "csv", "md"):
+            command.add_argument(f"--{kind}", type=Path, metavar="DIR", help=f"write DIR/SUITE.{kind}")
+    compare = commands.add_parser("compare", help="ratios and verdicts of two result files of one suite")
+    compare.add_argument("base", type=Path, metavar="BASE")
+    compare.add_argument("head", type=Path, metavar="HEAD")
+    compare.add_argument(
+        "--confirm", type=Path, nargs=2, metavar=("BASE2", "HEAD2"), help="a second, later run of both"
+    )
+    compare.add_argument("--relative", action="store_true", help="compare through a provider measured in both")
+    compare.add_argument("--reference", default="", metavar="PROVIDER", help="the provider to compare through")
+    compare.add_argument("--strict", action="store_true", help="exit 3 where a case is INCONCLUSIVE")
+    itself = commands.add_parser("aa", help="a thing against itself: how often a verdict is false")
+    itself.add_argument(
+        "--device", choices=("fake", "cpu", "cuda"), default="cpu", help="fake: simulated noise models"
+    )
+    itself.add_argument("--suites", type=int, default=None, help="simulated suites a noise model (default 50)")
+    itself.add_argument("--cases", type=int, default=10, help="in a suite (default 10)")
+    itself.add_argument("--processes", type=int, default=5, help="fresh processes a run (default 5)")
+    itself.add_argument("--rounds", type=int, default=20, help="in each process (default 20)")
+    itself.add_argument("--seed", type=int, default=0)
+    for command in (compare, itself):
+        command.add_argument("--alpha", type=float, default=Rule.alpha, help="chance of a false alarm in the suite")
+        command.add_argument("--bound", type=float, default=Rule.bound, help="least relative change that matters")
+        command.add_argument("--floor-us", type=float, default=Rule.floor_s * 1e6, help="and in microseconds")
+        for kind in ("json", "csv", "md"):
+            command.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"write the outcome as {kind}")
     return top
 
 
@@ -53,61 +85,140 @@ def load(name: str) -> Suite:
     return suite
 
 
-def measured(suite: Suite, case: Case, options: Options) -> tuple[CaseResult, int]:
-    """Returns the case's result and exit code; a failure is a result without numbers that says what went wrong."""
-    try:
-        return suite.measure(case, options), 0
-    except WrongResultError as error:
-        text, code = f"wrong result: {error}", 4
-    except (OSError, RuntimeError, ValueError) as error:
-        text, code = f"{type(error).__name__}: {error}", 1
-    print(f"plait bench: {case.name}: {text}", file=sys.stderr, flush=True)
-    return CaseResult(case, "", {}, error=text), code
+def list_suites() -> int:
+    """Prints every suite with all its cases."""
+    for name in SUITES:
+        suite = load(name)
+        print(f"{name}: {suite.about}")
+        for case in suite.cases(True):
+            print(f"  {case.name}")
+    return 0
 
 
-def run_suite(suite: Suite, options: Options, only: str, command: str, folder: Path | None) -> int:
-    """Measures the suite's cases one by one, shows where it is on stderr, prints the table, writes the file.
+def run(args: argparse.Namespace, command: str) -> int:
+    """Measures the suites, prints a table of each, writes the files asked for; returns the worst exit code."""
+    at_least(args, processes=1, seed=0)
+    names = ["train"] if args.command == "train" else args.suites or list(SUITES)
+    full, rounds = args.full or args.command == "train", Options.rounds if args.rounds is None else args.rounds
+    options = Options(rounds=rounds, seed=args.seed, full=full, processes=args.processes)
+    codes = []
+    for suite in [load(name) for name in names]:
+        how = runner.run_here if options.processes == 1 else runner.run_processes
+        results, code = how(suite, options, args.only)
+        print(f"\n{suite.name}: {suite.about}\n\n{report.markdown(results)}\n", flush=True)
+        runner.write_files(suite, results, options, command, {"json": args.json, "csv": args.csv, "md": args.md})
+        codes.append(code)
+    return max(codes)
 
-    Returns the worst exit code of its cases.
-    """
-    cases = [case for case in suite.cases(options.full) if only in case.name]
-    if not cases:
-        raise ValueError(f"--only: no case of suite {suite.name} contains {only!r}")
-    results, worst = [], 0
-    for index, case in enumerate(cases):
-        print(f"[{suite.name} {index + 1}/{len(cases)}] {case.name}", file=sys.stderr, flush=True)
-        result, code = measured(suite, case, options)
-        results.append(result)
-        worst = max(worst, code)
-    print(f"\n{suite.name}: {suite.about}\n\n{report.markdown(results)}\n", flush=True)
-    if folder is not None:
-        path = folder / f"{suite.name}.json"
-        report.write_json(path, report.document(suite, results, options, command))
-        print(f"written: {path}", file=sys.stderr)
-    return worst
+
+def compare(args: argparse.Namespace, command: str) -> int:
+    """Prints the verdicts of two result files; returns the exit code they call for."""
+    base, head = read(args.base), read(args.head)
+    confirm = (read(args.confirm[0]), read(args.confirm[1])) if args.confirm else None
+    found = comparing.compare(
+        base, head, rule_of(args), relative=args.relative, reference=args.reference, confirm=confirm
+    )
+    text = [f"{base.suite}: head {head.title()} beside base {base.title()}; above 1, head is slower"]
+    if found.machine:
+        text.append(f"machines differ ({found.machine}): only ratios to a provider measured in both")
+    cells = [row.cells() for row in found.rows]
+    text.append(report.table(comparing.HEADER, cells))
+    if found.controls:
+        text += ["controls, in which nothing of ours is:"]
+        text.append(report.table(comparing.HEADER, [row.cells() for row in found.controls]))
+    code = found.exit_code(args.strict)
+    content = {
+        "command": command,
+        "base": base.title(),
+        "head": head.title(),
+        "machine": found.machine,
+        "exit": code,
+        "rows": [row.to_json() for row in found.rows],
+        "controls": [row.to_json() for row in found.controls],
+    }
+    show(args, text, comparing.HEADER, [*cells, *(row.cells() for row in found.controls)], content)
+    if code == comparing.REGRESSION and confirm is None:
+        print("plait bench: not confirmed; measure both again and give --confirm BASE2 HEAD2", file=sys.stderr)
+    return code
+
+
+def itself(args: argparse.Namespace, command: str) -> int:
+    """Prints how often equal things were called different; exit 1 where more suites than alpha raise an alarm."""
+    at_least(args, cases=1, processes=1, rounds=1, seed=0)
+    rule, progress, processes = rule_of(args), Progress(sys.stderr), args.processes
+    if args.device == "fake":
+        suites = 50 if args.suites is None else args.suites
+        if suites < 1:
+            raise ValueError(f"--suites: {suites}; need at least 1")
+        tallies = aa.fake_trials(
+            rule,
+            suites=suites,
+            cases=args.cases,
+            processes=processes,
+            seed=args.seed,
+            rounds=args.rounds,
+            progress=lambda done, total: progress.at(done, total, "suites"),
+        )
+    else:
+        if args.suites not in (None, 1):
+            raise ValueError(f"--suites: {args.suites}; a real device measures one suite, call again for more")
+        if args.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device: cuda is not available here; valid: fake, cpu")
+        shown = aa.counted(lambda done: progress.at(done, processes, f"processes on {args.device}"))
+        tallies = [aa.real_trial(rule, args.device, args.cases, processes, args.seed, args.rounds, shown)]
+    progress.close()
+    text = [f"a thing against itself on {args.device}: {processes} processes a run, suspects measured once more"]
+    rows = [tally.row() for tally in tallies]
+    text += [report.table(aa.HEADER, rows), "< : 95 % upper bound of the rate (Clopper-Pearson)"]
+    code = 1 if any(tally.too_many(rule) for tally in tallies) else 0
+    show(args, text, aa.HEADER, rows, {"command": command, "exit": code, "tallies": [t.to_json() for t in tallies]})
+    return code
+
+
+def at_least(args: argparse.Namespace, **least: int) -> None:
+    """Raises ValueError for an option below its least value."""
+    for name, value in least.items():
+        if getattr(args, name) < value:
+            raise ValueError(f"--{name}: {getattr(args, name)}; need at least {value}")
+
+
+def rule_of(args: argparse.Namespace) -> Rule:
+    return Rule(alpha=args.alpha, bound=args.bound, floor_s=args.floor_us / 1e6)
+
+
+def show(
+    args: argparse.Namespace, text: list[str], header: list[str], rows: list[list[str]], content: dict[str, Any]
+) -> None:
+    """Prints the text, and writes it and its data to the files asked for."""
+    print("\n\n".join(text))
+    if args.json:
+        report.write_json(args.json, content)
+    if args.csv:
+        report.write_text(args.csv, report.csv_text(header, rows))
+    if args.md:
+        report.write_text(args.md, "\n\n".join(text) + "\n")
 
 
 def main(argv: list[str]) -> int:
     """Runs `plait bench ARGV`; returns its exit code."""
     args = parser().parse_args(argv)
     if args.command == "list":
-        for name in SUITES:
-            suite = load(name)
-            print(f"{name}: {suite.about}")
-            for case in suite.cases(True):
-                print(f"  {case.name}")
-        return 0
-    names = ["train"] if args.command == "train" else args.suites or list(SUITES)
-    full = args.full or args.command == "train"
-    options = Options(full=full) if args.rounds is None else Options(full=full, rounds=args.rounds)
+        return list_suites()
+    act = {"compare": compare, "aa": itself}.get(args.command, run)
     # A suite's temporary folder goes by the way of an exception; SIGTERM alone would leave it on the disk.
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        command = f"plait bench {shlex.join(argv)}"
-        suites = [load(name) for name in names]
-        return max([run_suite(suite, options, args.only, command, args.json) for suite in suites])
-    except ValueError as error:
+        return act(args, f"plait bench {shlex.join(argv)}")
+    except comparing.IncomparableError as error:
+        print(f"plait bench: {error}", file=sys.stderr)
+        return comparing.INCOMPARABLE
+    except BrokenPipeError:  # the reader of stdout left: the command line's own matter
+        raise
+    except (ValueError, OSError) as error:  # OSError: a file to be written
         print(f"plait bench: {error}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        print(f"plait bench: {error}", file=sys.stderr)
+        return 1
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -1,11 +1,13 @@
-"""Turns case results into a table for people and one JSON file for machines. Measures nothing.
+"""Turns case results into tables for people (Markdown, CSV) and one JSON file for machines. Measures nothing.
 
 Ratios are peer time / our time over paired rounds, with the 95 % interval of their median: above 1, ours is faster.
 """
 
 from __future__ import annotations
 
+import csv
 import datetime
+import io
 import json
 import os
 from pathlib import Path
@@ -36,6 +38,9 @@ def rows_of(result: CaseResult) -> list[Row]:
             value, ratio_low, ratio_high = paired_ratio(ours, measured.samples_s)
             ratio = f"{value:.2f} ({ratio_low:.2f}-{ratio_high:.2f})"
         figures = ", ".join(f"{key} {value:.4g}" for key, value in measured.figures.items())
+        if measured.invalid:
+            rows.append([result.case.name, name, f"{mid * 1e3:.3f}", "INVALID", "-", measured.invalid])
+            continue
         rows.append(
             [
                 result.case.name,
@@ -61,13 +66,52 @@ def rate_of(result: CaseResult, seconds: float) -> str:
 def markdown(results: list[CaseResult]) -> str:
     """Returns the results as one Markdown table, columns padded so that a terminal shows it well too."""
     header = ["case", "provider", "ms, median (95 %)", "rate", "peer / ours", "figures"]
-    rows = [header, *(row for result in results for row in rows_of(result))]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    rows = [row for result in results for row in rows_of(result)]
+    return "\n".join([table(header, rows), *(f"\n{r.case.name}: {r.note}" for r in results if r.note)])
+
+
+def table(header: Row, rows: list[Row]) -> str:
+    """Returns a Markdown table; a bar inside a cell is escaped."""
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in (header, *rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
     ]
     rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    return "\n".join([lines[0], rule, *lines[1:], *(f"\n{r.case.name}: {r.note}" for r in results if r.note)])
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+CSV_HEADER = ["suite", "case", "provider", "status", "median_s", "low_s", "high_s", "samples", "processes"]
+CSV_HEADER += ["flop_per_s", "bytes_per_s", "peer_over_ours", "reason"]
+
+
+def csv_rows(suite: str, results: list[CaseResult]) -> list[Row]:
+    """Returns one row a provider under CSV_HEADER, numbers in full; empty where there is none."""
+    rows = []
+    for result in results:
+        case = result.case
+        if result.error:
+            rows.append([suite, case.name, "", "failed", *[""] * 8, result.error])
+        for name, measured in result.providers.items():
+            if measured.skipped:
+                rows.append([suite, case.name, name, "skipped", *[""] * 8, measured.skipped])
+                continue
+            mid, ours = median(measured.samples_s), result.providers[result.ours].samples_s
+            numbers: list[float | None] = [mid, *median_interval(measured.samples_s)]
+            numbers += [len(measured.samples_s), len(measured.by_process())]
+            numbers += [work / mid if work else None for work in (case.flop, case.bytes_moved)]
+            numbers.append(paired_ratio(ours, measured.samples_s)[0] if ours else None)
+            cells = ["" if number is None else repr(number) for number in numbers]
+            status = "invalid" if measured.invalid else "ok"
+            rows.append([suite, case.name, name, status, *cells, measured.invalid])
+    return rows
+
+
+def csv_text(header: Row, rows: list[Row]) -> str:
+    """Returns comma-separated lines (RFC 4180, but for line ends of one byte)."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows([header, *rows])
+    return out.getvalue()
 
 
 def document(suite: Suite, results: list[CaseResult], options: Options, command: str) -> dict[str, Any]:
@@ -85,12 +129,16 @@ def document(suite: Suite, results: list[CaseResult], options: Options, command:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes plain data as JSON, whole or not at all. Raises OSError."""
+    write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
     """Writes the file whole or not at all: a new file beside it, synced, then renamed over it. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "w") as file:
-        json.dump(content, file, indent=1)
-        file.write("\n")
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

@@ -32,32 +32,45 @@ class Case:
 
 @dataclass(frozen=True)
 class Options:
-    """How long to measure: rounds counted after warmup rounds; seed orders the providers of each round."""
+    """How long to measure: rounds counted after warmup rounds, in each of so many fresh processes; seed orders the
+    providers of each round."""
 
     rounds: int = 20
     warmup: int = 3
     seed: int = 0
     full: bool = False
+    processes: int = 1
 
 
 @dataclass
 class Measured:
     """What one provider did in one case: all samples in seconds, how its result was checked, further figures by name.
 
-    `skipped` is the reason when it could not run; then there are no samples.
+    `skipped` is the reason when it could not run; then there are no samples. `invalid` is the reason why its samples
+    cannot be true. `processes` names the process of each sample, 0, 1, ...; empty: all are of one.
     """
 
     samples_s: list[float] = field(default_factory=list)
     check: str = ""
     figures: dict[str, float] = field(default_factory=dict)
     skipped: str = ""
+    invalid: str = ""
+    processes: list[int] = field(default_factory=list)
+
+    def by_process(self) -> list[list[float]]:
+        """Returns the samples of each process, in the order taken."""
+        groups: dict[int, list[float]] = {}
+        for process, seconds in zip(self.processes or [0] * len(self.samples_s), self.samples_s, strict=True):
+            groups.setdefault(process, []).append(seconds)
+        return [groups[process] for process in sorted(groups)]
 
 
 @dataclass
 class CaseResult:
     """One case with all its providers; `ours` names the provider that ratios are taken against.
 
-    `error` says why the case has no numbers; it then has no providers.
+    `error` says why the case has no numbers; it then has no providers. `cache` is the L2 policy: "hot" where data of
+    the last call may still sit there, "" where nothing is promised.
     """
 
     case: Case
@@ -65,6 +78,7 @@ class CaseResult:
     providers: dict[str, Measured]
     note: str = ""
     error: str = ""
+    cache: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain data for the result file."""

@@ -129,7 +129,7 @@ def decide(cases: Sequence[Paired], rule: Rule, family: int | None = None) -> li
         elif -limit <= low and high <= limit:
             verdict, reason = Verdict.SAME, ""
         elif math.isinf(low):
-            reason = f"{len(case.ratios)} processes; need {rule.processes(1)}"
+            reason = f"processes: {len(case.ratios)}; need {rule.processes(1)}"
         decisions.append(
             Decision(
                 case.name,

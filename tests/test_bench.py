@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from plait.bench import cli, report
+from plait.bench import cli, report, runner
+from plait.bench.ceilings import CARDS, ceiling_of, mark_impossible
+from plait.bench.fake_device import FakeDevice
+from plait.bench.progress import Progress
+from plait.bench.result_file import read
 from plait.bench.spec import Case, CaseResult, Measured, Options, Suite, WrongResultError
 from plait.bench.stats import median_interval, paired_ratio
 from plait.bench.timer import interleave
@@ -160,3 +168,181 @@ def test_a_terminated_bench_leaves_no_folder(tmp_path):
     process.terminate()
     assert process.wait(120) == 128 + signal.SIGTERM
     assert not list(tmp_path.glob("plait-bench-*"))
+
+
+# ---- tables as files ----------------------------------------------------------------------------------------------
+
+
+def test_csv_has_one_row_a_provider_with_all_digits():
+    failed = CaseResult(Case("bad, worse", {}), "", {}, error="OSError: full")
+    text = report.csv_text(report.CSV_HEADER, report.csv_rows("s", [fake_result(), failed]))
+    rows = {row["provider"]: row for row in csv.DictReader(io.StringIO(text))}
+    assert [rows["peer"][key] for key in ("median_s", "peer_over_ours", "flop_per_s")] == [
+        "1.0",
+        "2.0",
+        "1000000000.0",
+    ]
+    assert rows["ours"]["samples"] == "3" and rows["ours"]["processes"] == "1" and rows["ours"]["bytes_per_s"] == ""
+    assert (rows["absent"]["status"], rows["absent"]["reason"]) == ("skipped", "not installed")
+    assert (rows[""]["status"], rows[""]["case"]) == ("failed", "bad, worse")
+
+
+def test_a_bar_in_a_name_does_not_break_the_table():
+    assert report.table(["a"], [["x|y"]]).splitlines()[2] == "| x\\|y |"
+
+
+def test_run_writes_json_csv_and_md_side_by_side(monkeypatch, tmp_path, capsys):
+    suite = Suite("s", "about", lambda full: [Case("c", {"n": 3})], lambda case, options: fake_result())
+    monkeypatch.setattr(cli, "load", lambda name: suite)
+    folders = [f"--{kind}={tmp_path}" for kind in ("json", "csv", "md")]
+    assert cli.main(["run", "s", *folders]) == 0
+    captured = capsys.readouterr()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s.csv", "s.json", "s.md"]
+    assert (tmp_path / "s.md").read_text().strip() in captured.out
+    assert read(tmp_path / "s.json").cases["c"] == fake_result()
+
+
+@pytest.mark.parametrize("args, text", [(["--processes", "0"], "--processes: 0"), (["--seed", "-1"], "--seed: -1")])
+def test_run_refuses_options_out_of_range(args, text, capsys):
+    assert cli.main(["run", "train", *args]) == 2
+    assert text in capsys.readouterr().err
+
+
+# ---- several processes --------------------------------------------------------------------------------------------
+
+
+def test_each_process_has_its_own_seed_and_its_samples_stay_apart(monkeypatch, capsys):
+    commands = []
+
+    def child(command: list[str]) -> int:
+        commands.append(command)
+        folder, seed = (command[command.index(flag) + 1] for flag in ("--json", "--seed"))
+        result = fake_result()
+        result.providers["ours"].samples_s = [float(seed)] * 3
+        content = report.document(suite, [result], Options(), "x")
+        report.write_json(Path(folder) / "fake.json", content)
+        return 0
+
+    suite = Suite("fake", "about", lambda full: [], lambda case, options: fake_result())
+    monkeypatch.setattr(runner, "run_child", child)
+    results, code = runner.run_processes(suite, Options(rounds=3, seed=5, full=True, processes=3), "")
+    assert code == 0 and results[0].providers["ours"].by_process() == [[5.0] * 3, [6.0] * 3, [7.0] * 3]
+    assert all("--full" in command and command[command.index("--rounds") + 1] == "3" for command in commands)
+
+
+def test_a_process_without_a_result_is_an_error(monkeypatch, capsys):
+    suite = Suite("fake", "about", lambda full: [], lambda case, options: fake_result())
+    monkeypatch.setattr(runner, "run_child", lambda command: -9)
+    monkeypatch.setattr(cli, "load", lambda name: suite)
+    assert cli.main(["run", "fake", "--processes", "2"]) == 1
+    assert "process 0 of suite fake ended with -9 and wrote no result" in capsys.readouterr().err
+
+
+def test_processes_are_real(tmp_path, capsys):
+    args = ["run", "kernels", "--only", "rms_norm", "--rounds", "2", "--processes", "2", "--json", str(tmp_path)]
+    assert cli.main(args) == 0
+    (case,) = read(tmp_path / "kernels.json").cases.values()
+    assert [len(samples) for samples in case.providers["plait"].by_process()] == [2, 2]
+
+
+# ---- faster than physics ------------------------------------------------------------------------------------------
+
+H200 = {"gpus": [{"name": "NVIDIA H200"}]}
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.part)
+def test_a_peak_is_units_times_flop_per_clock_times_clock(card):
+    product = card.multiprocessors * card.flop_per_clock * card.clock_hz
+    assert product == pytest.approx(card.bf16_flop_per_s, rel=2e-3)
+
+
+def gpu_result(seconds: float, flop: float | None = None, nbytes: float | None = None, cache: str = "") -> CaseResult:
+    case = Case("c", {"device": "cuda", "dtype": "bfloat16"}, flop=flop, bytes_moved=nbytes)
+    return CaseResult(case, "ours", {"ours": Measured([seconds] * 5)}, cache=cache)
+
+
+@pytest.mark.parametrize(
+    "result, text",
+    [
+        (gpu_result(1e-4, nbytes=40.0 * MIB), ""),
+        (gpu_result(1e-3, flop=1.0e12), ""),  # 1000 TFLOP/s: within 2 % of 989
+        (gpu_result(1e-3, flop=1.02e12), "1020 TFLOP/s, the peak is 989 .*work skipped or replayed"),
+        (gpu_result(2e-6, flop=1e12), "shorter than a launch, so the device was not waited for"),
+        (gpu_result(1e-3, nbytes=5.1e9), "5100 GB/s, memory gives 4800 .*formula that counts bytes"),
+        # twice 40 MiB in 12 us, when 40 MiB stay in L2
+        (gpu_result(1.2e-5, nbytes=40.0 * MIB * 2), "formula that counts bytes"),
+        (gpu_result(1.2e-5, nbytes=40.0 * MIB * 1.5, cache="hot"), "formula that counts bytes"),
+        (gpu_result(1.1e-5, nbytes=50.0 * MIB * 1.01), ""),
+        (gpu_result(2e-6, nbytes=40.0 * MIB, cache="hot"), "shorter than a launch"),
+    ],
+)
+def test_a_rate_above_the_ceiling_is_invalid_with_its_likely_cause(result, text):
+    found = mark_impossible(result, H200)
+    assert found == bool(text) == bool(result.providers["ours"].invalid)
+    assert re.search(text, result.providers["ours"].invalid)
+
+
+@pytest.mark.parametrize("cache, copies, valid", [("", 1, False), ("hot", 1, True), ("", 8, True)])
+def test_a_working_set_in_l2_is_faster_than_memory_unless_the_table_says_hot(cache, copies, valid):
+    """5019 GB/s on a card with less: the copies all fitted L2."""
+    nbytes = 48 * MIB
+    device = FakeDevice(l2_bytes=50 * MIB)
+    kernel = device.kernel(nbytes / 4.0e12, nbytes=nbytes, hot_s=nbytes / 9.6e12, copies=copies)
+
+    def block() -> None:
+        for _ in range(100):
+            kernel()
+
+    samples = interleave({"ours": block}, Options(rounds=5, warmup=1), sync=device.sync, clock=device.clock)["ours"]
+    result = gpu_result(1.0, nbytes=float(nbytes), cache=cache)
+    result.providers["ours"].samples_s = [seconds / 100 for seconds in samples]
+    assert mark_impossible(result, H200) is not valid
+    if not valid:
+        assert "48 MiB sit in the L2 of 50 MiB" in result.providers["ours"].invalid
+
+
+def test_no_ceiling_is_known_for_a_cpu_or_another_card():
+    assert ceiling_of({"gpus": []}) is None and ceiling_of({"gpus": [{"name": "NVIDIA T4"}]}) is None
+    assert not mark_impossible(gpu_result(1e-9, flop=1e12), {"gpus": []})
+
+
+def test_an_impossible_number_is_shown_as_invalid_and_exits_4(monkeypatch, tmp_path, capsys):
+    suite = Suite("s", "about", lambda full: [Case("c", {})], lambda case, options: gpu_result(1e-3, flop=9e12))
+    monkeypatch.setattr(cli, "load", lambda name: suite)
+    monkeypatch.setattr(runner, "fingerprint", lambda: H200)
+    assert cli.main(["run", "s", f"--csv={tmp_path}"]) == 4
+    captured = capsys.readouterr()
+    assert "INVALID" in captured.out and "GFLOP/s" not in captured.out and "9000 TFLOP/s" in captured.err
+    assert ",invalid," in (tmp_path / "s.csv").read_text()
+
+
+# ---- progress -----------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_a_bar_on_a_terminal_that_leaves_no_trace():
+    stream = Terminal()
+    progress = Progress(stream)
+    progress.at(0, 4, "a long label")
+    progress.at(3, 4, "b")
+    assert stream.getvalue().split("\r")[1:] == [
+        "[........................] 0/4 a long label",
+        "[##################......] 3/4 b".ljust(43),
+    ]
+    progress.close()
+    assert stream.getvalue().endswith("\r")
+
+
+def test_progress_is_plain_lines_elsewhere_and_few_of_them():
+    stream = io.StringIO()
+    progress = Progress(stream)
+    for done in range(1000):
+        progress.at(done, 1000, "suites")
+    progress.close()
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 10 and lines[:2] == ["[0/1000] suites", "[100/1000] suites"]

@@ -95,7 +95,7 @@ def test_each_verdict_has_its_case():
 
 def test_four_processes_are_never_enough():
     decision = decide([case((2.0,) * 4)], RULE)[0]
-    assert decision.verdict == Verdict.INCONCLUSIVE and decision.reason == "4 processes; need 5"
+    assert decision.verdict == Verdict.INCONCLUSIVE and decision.reason == "processes: 4; need 5"
 
 
 def test_a_change_below_the_absolute_floor_is_no_change():

@@ -1,0 +1,99 @@
+"""Runs a suite: its cases one by one in this process, or all of them in several fresh ones. Parses no command line.
+
+A case that fails takes no other with it: its result has no numbers and says why. Exit codes are cli.py's.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from plait.bench import report
+from plait.bench.ceilings import mark_impossible
+from plait.bench.device import fingerprint
+from plait.bench.progress import Progress
+from plait.bench.result_file import read, united
+from plait.bench.spec import Case, CaseResult, Options, Suite, WrongResultError
+
+
+def measured(suite: Suite, case: Case, options: Options) -> tuple[CaseResult, int]:
+    """Returns the case's result and exit code; a failure is a result without numbers that says what went wrong."""
+    try:
+        result = suite.measure(case, options)
+        return result, 4 if mark_impossible(result, fingerprint()) else 0
+    except WrongResultError as error:
+        text, code = f"wrong result: {error}", 4
+    except (OSError, RuntimeError, ValueError) as error:
+        text, code = f"{type(error).__name__}: {error}", 1
+    return CaseResult(case, "", {}, error=text), code
+
+
+def run_here(suite: Suite, options: Options, only: str) -> tuple[list[CaseResult], int]:
+    """Measures the suite's cases whose name contains `only`; returns them and the worst of their exit codes.
+
+    Shows on stderr where it is. ValueError when there is no such case.
+    """
+    cases = [case for case in suite.cases(options.full) if only in case.name]
+    if not cases:
+        raise ValueError(f"--only: no case of suite {suite.name} contains {only!r}")
+    results, worst, progress = [], 0, Progress(sys.stderr)
+    for index, case in enumerate(cases):
+        progress.at(index, len(cases), f"{suite.name}: {case.name}")
+        result, code = measured(suite, case, options)
+        progress.close()
+        if code:
+            text = result.error or "; ".join(m.invalid for m in result.providers.values() if m.invalid)
+            print(f"plait bench: {case.name}: {text}", file=sys.stderr, flush=True)
+        results.append(result)
+        worst = max(worst, code)
+    return results, worst
+
+
+def run_processes(suite: Suite, options: Options, only: str) -> tuple[list[CaseResult], int]:
+    """The same in options.processes fresh processes, one after the other, each with a seed of its own."""
+    runs, worst = [], 0
+    with tempfile.TemporaryDirectory(prefix="plait-bench-") as folder:
+        for index in range(options.processes):
+            print(f"[{suite.name}: process {index + 1}/{options.processes}]", file=sys.stderr, flush=True)
+            command = [sys.executable, "-P", "-m", "plait", "bench", "run", suite.name, "--json", folder]
+            command += ["--rounds", str(options.rounds), "--seed", str(options.seed + index), f"--only={only}"]
+            code = run_child([*command, *(["--full"] if options.full else [])])
+            if code == 2:
+                raise ValueError(f"process {index} of suite {suite.name} refused its command line (see above)")
+            path = Path(folder) / f"{suite.name}.json"
+            if not path.exists():
+                raise RuntimeError(f"process {index} of suite {suite.name} ended with {code} and wrote no result")
+            runs.append(list(read(path).cases.values()))
+            path.unlink()
+            worst = max(worst, code)
+    return united(runs), worst
+
+
+def run_child(command: list[str]) -> int:
+    """Returns the exit code of a child that is asked to end, and waited for, when this process is."""
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        return child.wait()
+    finally:
+        if child.poll() is None:
+            child.terminate()
+            child.wait()
+
+
+def write_files(
+    suite: Suite, results: list[CaseResult], options: Options, command: str, folders: dict[str, Path | None]
+) -> None:
+    """Writes FOLDER/SUITE.json, .csv and .md, each where its folder is given; says so on stderr."""
+    for kind, folder in folders.items():
+        if folder is None:
+            continue
+        path = folder / f"{suite.name}.{kind}"
+        if kind == "json":
+            report.write_json(path, report.document(suite, results, options, command))
+        elif kind == "csv":
+            report.write_text(path, report.csv_text(report.CSV_HEADER, report.csv_rows(suite.name, results)))
+        else:
+            report.write_text(path, f"{suite.name}: {suite.about}\n\n{report.markdown(results)}\n")
+        print(f"written: {path}", file=sys.stderr)
