@@ -132,6 +132,13 @@ def test_a_shard_whose_logits_are_all_minus_infinity_adds_nothing():
     torch.testing.assert_close(losses[0], cross_entropy_ref((x @ weight.t()), torch.tensor([1]), reduction="none"))
 
 
+def test_a_shard_without_rows_has_no_maximum():
+    """A maximum of 0 would take logits of -200 for nothing in fp32."""
+    x, weight, target = torch.ones(1, 1), torch.tensor([[-200.0], [-201.0]]), torch.tensor([1])
+    losses, _, _ = sharded(x, weight, target, (0, 2))
+    torch.testing.assert_close(losses[0], cross_entropy_ref(x @ weight.t(), target, reduction="none"))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_loss_without_smoothing_is_never_negative(dtype):
     x = 30 * torch.eye(8, dtype=dtype)
