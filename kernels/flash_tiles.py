@@ -24,21 +24,26 @@ class Tile(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A tile by what is switched on: nothing that costs registers, a window or a softcap, dropout with anything."""
+    """A tile by what is switched on: nothing that costs registers, a window or a softcap, dropout with anything.
+
+    `ragged`: with anything, where the head dim is padded and channels are masked; None is the tile of dropout.
+    """
 
     plain: Tile
     bounded: Tile
     dropout: Tile
+    ragged: Tile | None = None
 
 
 # kernel -> architecture -> (largest padded head dim, tiles), for 16-bit inputs. Derived: compiled offline (triton
-# 3.9, bf16, packed documents and sinks on; bounded with window and softcap, dropout with all three), 2026-11-29.
+# 3.9, bf16, packed documents and sinks on; bounded with window and softcap, dropout with all three; ragged as
+# dropout, at head dim 96), 2026-11-29.
 TILES: dict[str, dict[int, tuple[tuple[int, Choice], ...]]] = {
     "forward": {
         80: (
             (64, Choice(Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 3))),  # registers 255, 198, 255
             (128, Choice(Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(128, 32, 8, 3))),  # registers 220, 192, 255
-            (256, Choice(Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 8, 2))),  # registers 188, 254, 0
+            (256, Choice(Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 8, 2))),  # registers 188, 254, 255
         ),
         90: (
             (64, Choice(Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 3))),  # registers 223, 174, 226
@@ -46,15 +51,16 @@ TILES: dict[str, dict[int, tuple[tuple[int, Choice], ...]]] = {
             (256, Choice(Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), Tile(64, 32, 8, 2))),  # registers 254, 255, 255
         ),
         100: (
-            (64, Choice(Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 64, 4, 3))),  # registers 246, 191, 0
-            (128, Choice(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 32, 8, 2))),  # registers 244, 232, 0
-            (256, Choice(Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 32, 8, 2))),  # registers 211, 222, 0
+            (64, Choice(Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 3))),  # registers 246, 191, 211
+            (128, Choice(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 32, 8, 3))),  # registers 244, 232, 212
+            (256, Choice(Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 32, 8, 2))),  # registers 211, 222, 210
         ),
     },
     "dq": {
         80: (
             (64, Choice(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 32, 8, 3))),  # registers 182, 218, 248
-            (128, Choice(Tile(128, 32, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2))),  # registers 210, 246, 255
+            # registers 210, 246, 255, 255
+            (128, Choice(Tile(128, 32, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 32, 8, 2))),
             (256, Choice(Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 8, 1))),  # registers 228, 255, 202
         ),
         90: (
@@ -63,15 +69,16 @@ TILES: dict[str, dict[int, tuple[tuple[int, Choice], ...]]] = {
             (256, Choice(Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1))),  # registers 162, 160, 166
         ),
         100: (
-            (64, Choice(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 32, 8, 2))),  # registers 170, 210, 0
-            (128, Choice(Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(32, 32, 8, 2))),  # registers 186, 231, 0
-            (256, Choice(Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(16, 16, 4, 1))),  # registers 110, 142, 0
+            (64, Choice(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 32, 8, 3))),  # registers 170, 210, 175
+            (128, Choice(Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(128, 32, 8, 2))),  # registers 186, 231, 184
+            (256, Choice(Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 8, 1))),  # registers 110, 142, 170
         ),
     },
     "dkdv": {
         80: (
-            (64, Choice(Tile(64, 128, 8, 2), Tile(32, 128, 8, 2), Tile(32, 64, 8, 2))),  # registers 248, 217, 0
-            (128, Choice(Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2))),  # registers 224, 236, 233
+            (64, Choice(Tile(64, 128, 8, 2), Tile(32, 128, 8, 2), Tile(16, 128, 8, 2))),  # registers 248, 217, 221
+            # registers 224, 236, 233, 243
+            (128, Choice(Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2))),
             (256, Choice(Tile(32, 64, 8, 2), Tile(32, 64, 8, 1), Tile(32, 32, 8, 1))),  # registers 255, 255, 199
         ),
         90: (
@@ -82,7 +89,7 @@ TILES: dict[str, dict[int, tuple[tuple[int, Choice], ...]]] = {
         100: (
             (64, Choice(Tile(32, 128, 8, 2), Tile(32, 128, 8, 2), Tile(32, 128, 8, 2))),  # registers 199, 217, 255
             (128, Choice(Tile(32, 64, 8, 2), Tile(32, 64, 8, 2), Tile(16, 64, 8, 2))),  # registers 237, 255, 255
-            (256, Choice(Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 16, 4, 1))),  # registers 170, 166, 0
+            (256, Choice(Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1))),  # registers 170, 166, 174
         ),
     },
 }
@@ -129,9 +136,12 @@ def tile_of(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, opti
     if q.element_size() > 2:
         return from_table(WIDE_TILES, width)
     choice: Choice = from_table(TILES[kernel][arch], width)
-    # Masks over padded channels cost the kernel of dk and dv registers (96: 2 spills in the plain tiles of 128).
-    ragged = kernel == "dkdv" and (padded(q.shape[3]) != q.shape[3] or padded(v.shape[3]) != v.shape[3])
-    if options.dropout_p or ragged:
+    # Masks over padded channels cost registers: the kernel of dk and dv has none left, the others with a switch on.
+    is_ragged = padded(q.shape[3]) != q.shape[3] or padded(v.shape[3]) != v.shape[3]
+    switched = options.dropout_p or options.window or options.softcap
+    if is_ragged and (kernel == "dkdv" or switched):
+        return choice.ragged or choice.dropout
+    if options.dropout_p:
         return choice.dropout
     if options.window or options.softcap:
         return choice.bounded
