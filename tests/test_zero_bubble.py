@@ -1,13 +1,16 @@
-"""ZB-H1, ZB-H2, ZB-V, DualPipeV, looped BFS: closed forms, published rates, peaks, mutants, torch. No processes."""
+"""ZB-H1, ZB-H2, ZB-V, DualPipeV, looped BFS: closed forms, published rates, peaks, mutants, torch."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
@@ -34,6 +37,7 @@ from plait.parallel.schedules import (
 )
 from plait.parallel.schedules.action import BACKWARD, WEIGHT, singles
 from plait.parallel.schedules.machine import crosses, makes, needs
+from tests.ranks import run_ranks
 from tests.test_check import edited, oracle
 from tests.torch_schedules import StageSizes, torch_csv
 
@@ -352,6 +356,62 @@ def test_torchs_runtime_loads_ours(name, p, m, tmp_path):
                 ours = [a for a in singles(schedule.lanes[lane]) if a.op is not Op.REDUCE_GRAD]
                 assert list(map(str, theirs)) == list(map(str, ours))
         assert [str(a) for a in back[rank]] == [str(a) for a in lowered.lanes[rank]]
+
+
+def layers(num_stages: int) -> list[torch.nn.Module]:
+    """One small fp64 layer per stage, the same on every rank."""
+    torch.manual_seed(5)
+    return [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()).double() for _ in range(num_stages)]
+
+
+def batch(num_microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two samples per micro-batch: inputs and targets, float64 [2 M, 4]."""
+    made = torch.Generator().manual_seed(6)
+    shape = (2, 2 * num_microbatches, 4)
+    inputs, targets = torch.randn(shape, generator=made, dtype=torch.float64)
+    return inputs, targets
+
+
+def run_in_torch(rank: int, folder: str, p: int, m: int) -> dict[str, float]:
+    """Steps torch's runtime with each CSV of the folder; the largest error of a weight gradient, by file."""
+    errors = {}
+    inputs, targets = batch(m)
+    for path in sorted(Path(folder).iterdir()):
+        schedule = build(path.stem.partition(".")[0], p, m)
+        form = "compute_comms" if path.stem.endswith("lowered") else "compute_only"
+        modules, whole = layers(schedule.num_stages), layers(schedule.num_stages)
+        like, cpu = torch.zeros(2, 4, dtype=torch.float64), torch.device("cpu")
+        grown = like.clone().requires_grad_()
+        stages = [
+            PipelineStage(modules[s], s, schedule.num_stages, cpu, grown if s else like, grown)
+            for s in schedule.stages_of(rank)
+        ]
+        runtime = torch_schedules._PipelineScheduleRuntime(
+            stages, m, loss_fn=torch.nn.functional.mse_loss, scale_grads=False
+        )
+        runtime._load_csv(str(path), format=form)
+        first, last = schedule.stage_to_rank[0], schedule.stage_to_rank[-1]
+        runtime.step(*([inputs] if rank == first else []), **({"target": targets} if rank == last else {}))
+        for x, y in zip(inputs.split(2), targets.split(2), strict=True):
+            torch.nn.functional.mse_loss(torch.nn.Sequential(*whole)(x), y).backward()
+        pairs = [
+            (mine.grad, other.grad)
+            for s in schedule.stages_of(rank)
+            for mine, other in zip(modules[s].parameters(), whole[s].parameters(), strict=True)
+        ]
+        errors[path.stem] = max(float((mine - other).abs().max()) for mine, other in pairs)
+    return errors
+
+
+@pytest.mark.parametrize("p, m", [(2, 3), (4, 8)])
+def test_torchs_runtime_runs_ours(p, m, tmp_path):
+    """One step with each schedule, lowered by torch and by us: the gradients of one process, in fp64."""
+    for name in NAMES:
+        build(name, p, m).to_csv(tmp_path / f"{name}.plain.csv")
+        lower(build(name, p, m)).to_csv(tmp_path / f"{name}.lowered.csv")
+    for errors in run_ranks(p, run_in_torch, str(tmp_path), p, m):
+        assert len(errors) == 2 * len(NAMES)
+        assert all(error <= 1e-10 for error in errors.values()), errors
 
 
 # ---- refusals ----------------------------------------------------------------------------------------------------
