@@ -156,7 +156,7 @@ def backward_launch(
     extra = rows if pre is None else rows_of(pre)
     num_rows, num_cols = rows.shape
     programs = row_programs(num_rows) if partial is None else partial.shape[0]
-    share = triton.cdiv(triton.cdiv(num_rows, programs), _BLOCK_ROW) * _BLOCK_ROW
+    share = _share(num_rows, programs)
     rng, p, *place = (rows, 0.0, 0, 0, 0) if mask is None else mask
     arguments = (
         rows, extra, rng, dpre, dpre if partial is None else partial, rows.stride(0), extra.stride(0),
@@ -171,15 +171,17 @@ def backward_launch(
         "BLOCK_ROW": _BLOCK_ROW,
         "BLOCK_COL": max(16, min(_BLOCK_COL, next_power_of_two(num_cols))),
     }
-    return Launch(
-        _activation_backward, (programs, triton.cdiv(num_cols, constants["BLOCK_COL"])), arguments, constants
-    )
+    return Launch(_activation_backward, (programs, -(-num_cols // constants["BLOCK_COL"])), arguments, constants)
 
 
 def row_programs(num_rows: int) -> int:
     """Programs along the rows, each of which has rows of its own."""
-    share = triton.cdiv(triton.cdiv(num_rows, _NUM_PARTIALS), _BLOCK_ROW) * _BLOCK_ROW
-    return triton.cdiv(num_rows, share)
+    return -(-num_rows // _share(num_rows, _NUM_PARTIALS))
+
+
+def _share(num_rows: int, programs: int) -> int:
+    """Rows of each of at most `programs`, whole blocks."""
+    return -(-num_rows // (programs * _BLOCK_ROW)) * _BLOCK_ROW
 
 
 def launch_backward(

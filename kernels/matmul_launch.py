@@ -6,6 +6,7 @@ Nothing depends on the card within an arch but the number of programs, which no 
 """
 
 import contextvars
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -33,7 +34,8 @@ class Tile(NamedTuple):
 
 
 # (op or "any", arch, shape class) -> tile. sm_80: 164 KiB of shared memory, operands by cp.async, 8 warps at most
-# 128x128; sm_90 and sm_100: 227 KiB, TMA. "wide" is fp32 and fp64.
+# 128x128; sm_90 and sm_100: 227 KiB, TMA. "wide" is fp32 and fp64; "narrow" has an operand without 16-byte rows, read
+# a few bytes at a time by pointers of 64 bits, which take the registers.
 TILES: dict[tuple[str, int, str], Tile] = {
     ("any", 80, "large"): Tile(128, 128, 32, 8, 4, 2),
     ("any", 80, "deep"): Tile(128, 128, 32, 8, 4, 2),
@@ -41,6 +43,8 @@ TILES: dict[tuple[str, int, str], Tile] = {
     ("any", 80, "few_rows"): Tile(16, 128, 64, 4, 4),
     ("any", 80, "few_cols"): Tile(128, 16, 64, 4, 4),
     ("any", 80, "wide"): Tile(64, 64, 32, 8, 3),
+    ("any", 80, "narrow"): Tile(64, 64, 32, 8, 2, 4),
+    ("swiglu", 80, "narrow"): Tile(64, 32, 32, 8, 2),
     ("swiglu", 80, "large"): Tile(128, 64, 32, 8, 4),
     ("swiglu", 80, "deep"): Tile(128, 64, 32, 8, 4),
     ("any", 90, "large"): Tile(128, 256, 64, 8, 4, 4),
@@ -49,6 +53,8 @@ TILES: dict[tuple[str, int, str], Tile] = {
     ("any", 90, "few_rows"): Tile(16, 128, 64, 4, 4),
     ("any", 90, "few_cols"): Tile(128, 16, 64, 4, 4),
     ("any", 90, "wide"): Tile(64, 64, 32, 8, 3),
+    ("any", 90, "narrow"): Tile(64, 64, 32, 8, 2, 4),
+    ("swiglu", 90, "narrow"): Tile(64, 32, 32, 8, 2),
     ("dropout", 90, "large"): Tile(128, 128, 64, 8, 4, 4),
     ("wgrad_wide", 90, "large"): Tile(128, 128, 64, 8, 4, 2),
     ("swiglu", 90, "large"): Tile(128, 128, 64, 8, 3),
@@ -59,6 +65,8 @@ TILES: dict[tuple[str, int, str], Tile] = {
     ("any", 100, "few_rows"): Tile(16, 128, 64, 4, 4),
     ("any", 100, "few_cols"): Tile(128, 16, 64, 4, 4),
     ("any", 100, "wide"): Tile(64, 64, 32, 8, 3),
+    ("any", 100, "narrow"): Tile(64, 64, 32, 8, 2, 4),
+    ("swiglu", 100, "narrow"): Tile(64, 32, 32, 8, 2),
     ("dropout", 100, "large"): Tile(128, 128, 64, 8, 4, 4),
     ("wgrad_wide", 100, "large"): Tile(128, 128, 64, 8, 4, 2),
     ("swiglu", 100, "large"): Tile(128, 128, 64, 8, 3),
@@ -126,6 +134,10 @@ class Plan(NamedTuple):
     num_splits: int
 
 
+def _ceil(x: int, y: int) -> int:
+    return -(-x // y)  # triton's cdiv costs microseconds on the host
+
+
 def arch_of(x: torch.Tensor) -> int:
     """80, 90 or 100: the row of the tables that serves x's card; 90 for tensors on no card."""
     if not x.is_cuda:
@@ -135,6 +147,7 @@ def arch_of(x: torch.Tensor) -> int:
     return {9: 90, 10: 100}.get(major, 80)
 
 
+@functools.lru_cache(1024)
 def shape_class(num_rows: int, num_cols: int, num_inner: int, element_bytes: int, arch: int) -> str:
     """The class of a product: see TILES."""
     if element_bytes > 2:
@@ -143,15 +156,16 @@ def shape_class(num_rows: int, num_cols: int, num_inner: int, element_bytes: int
         return "few_rows"
     if num_cols <= _FEW:
         return "few_cols"
-    if triton.cdiv(num_rows, 128) * triton.cdiv(num_cols, 128) >= MULTIPROCESSORS[arch]:
+    if _ceil(num_rows, 128) * _ceil(num_cols, 128) >= MULTIPROCESSORS[arch]:
         return "large"
     return "deep" if num_inner >= 2 * _MIN_STEPS * 64 else "small"
 
 
+@functools.lru_cache(1024)
 def splits_of(tile: Tile, num_rows: int, num_cols: int, num_inner: int, arch: int) -> int:
     """Parts of K: as many as fill the card once, a power of two, none shorter than _MIN_STEPS blocks."""
-    num_tiles = triton.cdiv(num_rows, tile.block_row) * triton.cdiv(num_cols, tile.block_col)
-    steps = triton.cdiv(num_inner, tile.block_inner)
+    num_tiles = _ceil(num_rows, tile.block_row) * _ceil(num_cols, tile.block_col)
+    steps = _ceil(num_inner, tile.block_inner)
     wanted = min(MULTIPROCESSORS[arch] // max(1, num_tiles), steps // _MIN_STEPS, _MAX_SPLITS)
     return 1 << max(0, wanted.bit_length() - 1)
 
@@ -162,6 +176,8 @@ def plan(op: str, a: torch.Tensor, b: torch.Tensor, arch: int | None = None) -> 
     num_rows, num_inner = a.shape
     num_cols = b.shape[0] // 2 if op == "swiglu" else b.shape[0]
     kind = shape_class(num_rows, num_cols, num_inner, a.element_size(), arch)
+    if not (fits_descriptor(a, 90) and fits_descriptor(b, 90)):  # on sm_80 too: 16-byte copies need the same
+        kind = "narrow"
     tile = TILES.get((op, arch, kind)) or TILES["any", arch, kind]
     return Plan(arch, tile, 1 if op == "swiglu" else splits_of(tile, num_rows, num_cols, num_inner, arch))
 
@@ -173,8 +189,10 @@ def triton_multiplies(op: str, a: torch.Tensor, b: torch.Tensor) -> bool:
     arch = arch_of(a)
     limit = TRITON_UP_TO.get((op, arch), 0)
     kind = shape_class(a.shape[0], b.shape[0], a.shape[1], a.element_size(), arch)
-    # Small products are bound by launches and traffic: one fused launch for two or three.
-    return limit > 0 and kind != "wide" and (kind != "large" or a.shape[1] <= limit)
+    if limit == 0 or kind == "wide" or (kind == "large" and a.shape[1] > limit):
+        return False
+    # Below "large", launches and traffic bind: one fused launch for two or three. "narrow" is torch's.
+    return fits_descriptor(a, 90) and fits_descriptor(b, 90)
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -233,11 +251,12 @@ def product_launches(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, extra: Epilogue, how: Plan
 ) -> list[Launch]:  # fmt: skip
     """out[M, N] (unit stride in N) = epilogue(a[M, K] b[N, K]^T), a and b of any strides: one launch or two."""
+    assert out.stride(1) == 1 or out.shape[1] == 1, f"out has strides {out.stride()}"
     num_rows, num_inner = a.shape
     num_cols = b.shape[0]
     tile, num_splits = how.tile, how.num_splits
-    num_jobs = triton.cdiv(num_rows, tile.block_row) * triton.cdiv(num_cols, tile.block_col) * num_splits
-    steps = triton.cdiv(triton.cdiv(num_inner, tile.block_inner), num_splits)
+    num_jobs = _ceil(num_rows, tile.block_row) * _ceil(num_cols, tile.block_col) * num_splits
+    steps = _ceil(_ceil(num_inner, tile.block_inner), num_splits)
     split = num_splits > 1
     target, sums = out, extra.sums
     if split:
@@ -290,7 +309,7 @@ def _finish_launch(
         partial if extra.sums is None else extra.sums, num_rows, num_cols, *strides, num_splits, *_randomness(extra),
     )  # fmt: skip
     constants = shared | {"BLOCK_ROW": _FINISH_ROWS, "BLOCK_COL": _FINISH_COLS}
-    grid = (triton.cdiv(num_rows, _FINISH_ROWS), triton.cdiv(num_cols, _FINISH_COLS))
+    grid = (_ceil(num_rows, _FINISH_ROWS), _ceil(num_cols, _FINISH_COLS))
     return Launch(finish_kernel, grid, arguments, constants)
 
 
@@ -301,7 +320,7 @@ def swiglu_launch(
     num_rows, num_inner = x.shape
     num_cols = out.shape[1]
     tile = how.tile
-    num_jobs = triton.cdiv(num_rows, tile.block_row) * triton.cdiv(num_cols, tile.block_col)
+    num_jobs = _ceil(num_rows, tile.block_row) * _ceil(num_cols, tile.block_col)
     descriptors = fits_descriptor(x, how.arch) and fits_descriptor(weight, how.arch)
     # Where the rows are the contiguous dim, up begins F elements into it, which must be a multiple of 16 bytes.
     descriptors = descriptors and (_inner_first(weight) or num_cols * weight.element_size() % 16 == 0)

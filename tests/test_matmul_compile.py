@@ -5,7 +5,7 @@ import torch
 
 from plait.kernels import points
 from plait.kernels.inspect import compile_offline, parse_arch
-from plait.kernels.matmul_launch import TILES, plan
+from plait.kernels.matmul_launch import TILES, Epilogue, Plan, Tile, plan, product_launches, swiglu_launch
 from plait.kernels.matmul_points import points as matmul_points
 from tests.cases import needs_compiler
 
@@ -45,6 +45,41 @@ def test_compiles_without_spills_and_uses_the_tensor_cores(name, arch):
         assert (copies > 0) == (arch == "sm_80")
     narrow = sum(n for op, n in facts.instructions.items() if op.startswith(("LDG.", "STG.")) and ".128" not in op)
     assert narrow <= NARROW
+
+
+# (M, N, K, splits): sizes of 1 are constants to the compiler, odd ones rule out descriptors.
+EDGES = (
+    (1, 1, 1, 1),
+    (1, 64, 64, 2),
+    (64, 1, 64, 1),
+    (64, 64, 1, 1),
+    (63, 65, 67, 1),
+    (63, 65, 67, 2),
+    (64, 64, 0, 1),
+)
+
+
+@pytest.mark.offline
+@needs_compiler
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+@pytest.mark.parametrize("rows,cols,inner,num_splits", EDGES)
+def test_edge_sizes_compile(rows, cols, inner, num_splits, layout):
+    """What the interpreter cannot show: it makes no constant of a 1."""
+
+    def new(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    a, b = (new(n, inner) if layout == "rows" else new(inner, n).t() for n in (rows, cols))
+    out, sums = new(rows, cols), new(rows, dtype=torch.float32)
+    extra = Epilogue(new(cols), 1, True, 0, out, (new(2, dtype=torch.int64), 0.1, 0, 0, 0), rows, out, True, sums)
+    odd = plan("dropout", a, b, 90).tile if inner == 67 else Tile(64, 64, 32, 4, 3, 2)
+    launches = product_launches(a, b, out, extra, Plan(90, odd, num_splits))
+    weight = new(2 * cols, inner)
+    gated = plan("swiglu", a, weight, 90)
+    launches.append(swiglu_launch(a, weight, out, new(rows, 2 * cols), gated))
+    for launch in launches:
+        facts = compile_offline(launch, "sm_90")
+        assert (facts.spill_loads, facts.spill_stores, facts.stack_bytes) == (0, 0, 0)
 
 
 def test_the_points_are_listed_with_the_others():

@@ -413,11 +413,11 @@ def test_gradient_of_stride_zero_is_not_read_as_contiguous():
 
 @interpret
 @needs_interpreter
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_random_products(data):
-    size = st.integers(0, 70)
-    rows, cols, inner = data.draw(size), data.draw(size), data.draw(st.integers(0, 90))
+    size = st.integers(0, 40)
+    rows, cols, inner = data.draw(size), data.draw(size), data.draw(st.integers(0, 60))
     dtype = data.draw(st.sampled_from((torch.float64, *DTYPES)))
     a = matrix(data.draw(st.sampled_from(LAYOUTS)), rows, inner, dtype)
     b = matrix(data.draw(st.sampled_from(LAYOUTS)), cols, inner, dtype, seed=1)
@@ -521,13 +521,13 @@ def test_activation_gradient_is_one_pass_with_the_sums_of_what_it_stored(code):
 
 
 def test_the_tables_have_a_row_for_every_class_and_nothing_that_does_not_fit():
-    kinds = ("large", "deep", "small", "few_rows", "few_cols", "wide")
+    kinds = ("large", "deep", "small", "few_rows", "few_cols", "wide", "narrow")
     for arch, shared in ((80, 163), (90, 227), (100, 227)):
         for kind in kinds:
             assert ("any", arch, kind) in matmul_launch.TILES
         for (_, of, kind), tile in matmul_launch.TILES.items():
             if of == arch:
-                size = 4 if kind == "wide" else 2
+                size = 4 if kind in ("wide", "narrow") else 2
                 stages = tile.num_stages * (tile.block_row + tile.block_col) * tile.block_inner * size
                 assert stages <= shared * 1024 and tile.block_col % tile.parts == 0
     for (op, arch), limit in matmul_launch.TRITON_UP_TO.items():
@@ -558,6 +558,7 @@ def test_who_multiplies_on_a_card_is_a_row_of_the_table(monkeypatch):
     assert decide("epilogue", 8192, 4096, 2048) and not decide("epilogue", 8192, 4096, 14336)
     assert decide("epilogue", 64, 512, 14336)
     assert not decide("epilogue", 8192, 4096, 2048, torch.float32)
+    assert not decide("epilogue", 64, 512, 67)  # rows that are not aligned are read a few bytes at a time
     monkeypatch.setitem(matmul_launch.TRITON_UP_TO, ("linear", 90), 8192)  # as a measured row would
     assert decide("linear", 8192, 4096, 4096)
 
