@@ -25,7 +25,7 @@ from plait.bench.fake_device import NOISE_MODELS, FakeDevice, Noise
 from plait.bench.spec import Options
 from plait.bench.stats import log_binomial, rate_bound
 from plait.bench.timer import interleave
-from plait.bench.verdict import Decision, Paired, Rule, Verdict, decide, pooled, process_ratio
+from plait.bench.verdict import Decision, Paired, Rule, Verdict, confirmed, process_ratio
 
 FALSE = (Verdict.FASTER, Verdict.SLOWER)
 KERNEL_S = 1e-3  # of the fake kernel: long beside its launch
@@ -130,20 +130,10 @@ def fake_trials(
         tally = Tally(model)
         measure = functools.partial(fake_suite, noise, processes, random.Random(f"{seed} {model}"), rounds=rounds)
         for trial in range(suites):
-            tally.add(*judged(measure, names, rule))
+            tally.add(*confirmed(measure, names, rule))
             progress(place * suites + trial + 1, len(NOISE_MODELS) * suites)
         tallies.append(tally)
     return tallies
-
-
-def judged(
-    measure: Callable[[list[str]], list[Paired]], names: list[str], rule: Rule
-) -> tuple[list[Decision], list[Decision]]:
-    """Returns the decisions by the first run, and those after the suspects' confirming run."""
-    first = measure(names)
-    decisions = decide(first, rule)
-    suspects = [decision.name for decision in decisions if decision.suspect]
-    return decisions, pooled(first, measure(suspects), rule) if suspects else decisions
 
 
 def matmul_case(name: str, device: str, seed: int, rounds: int) -> tuple[float, float]:
@@ -200,7 +190,7 @@ def real_trial(
     """Returns the tally of one suite measured on this machine; progress is called after each process."""
     draw, tally = random.Random(seed), Tally(f"this machine, {device}")
     names = [f"matmul {index}" for index in range(cases)]
-    tally.add(*judged(lambda asked: real_suite(device, asked, processes, draw, rounds, progress), names, rule))
+    tally.add(*confirmed(lambda asked: real_suite(device, asked, processes, draw, rounds, progress), names, rule))
     return tally
 
 

@@ -169,8 +169,14 @@ def pooled(first: Sequence[Paired], second: Sequence[Paired], rule: Rule) -> lis
     return decisions
 
 
-def confirmed(measure: Callable[[list[str]], list[Paired]], names: list[str], rule: Rule) -> list[Decision]:
-    """Measures all cases, then the suspects once more in fresh processes; no alarm comes from one run alone."""
+def confirmed(
+    measure: Callable[[list[str]], list[Paired]], names: list[str], rule: Rule
+) -> tuple[list[Decision], list[Decision]]:
+    """Measures all cases, then the suspects once more in fresh processes: no alarm comes from one run alone.
+
+    Returns what the first run says, and the verdicts.
+    """
     first = measure(names)
-    suspects = [decision.name for decision in decide(first, rule) if decision.suspect]
-    return pooled(first, measure(suspects), rule) if suspects else decide(first, rule)
+    decisions = decide(first, rule)
+    suspects = [decision.name for decision in decisions if decision.suspect]
+    return decisions, pooled(first, measure(suspects), rule) if suspects else decisions

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from plait.bench import aa, cli, report
+from plait.bench import aa, cli, report, runner
 from plait.bench.compare import Comparison, Row, compare
 from plait.bench.fake_device import NOISE_MODELS, FakeDevice
 from plait.bench.result_file import ResultFile, ResultFileError, read, united
-from plait.bench.spec import Case, CaseResult, Measured, Options
+from plait.bench.spec import Case, CaseResult, Measured, Options, Suite
 from plait.bench.timer import interleave
 from plait.bench.verdict import Rule, Verdict
 
@@ -219,6 +219,29 @@ def test_a_reader_that_leaves_is_no_usage_error(files, monkeypatch):
     monkeypatch.setattr(cli, "show", leave)
     with pytest.raises(BrokenPipeError):
         cli.main(["compare", base, head])
+
+
+def fake_suite_of(factor: float, seed: int) -> Suite:
+    """One case, one fake process a call: the seed of the options, as `run --processes` hands it out."""
+
+    def measure(case: Case, options: Options) -> CaseResult:
+        device = FakeDevice(NOISE_MODELS["process"], seed + options.seed)
+        kernels = {"plait": device.kernel(1e-3 * factor), "torch": device.kernel(2e-3)}
+        samples = interleave(kernels, options, sync=device.sync, clock=device.clock)
+        return CaseResult(case, "plait", {name: Measured(values) for name, values in samples.items()})
+
+    return Suite("fake", "a device that is not there", lambda full: [Case("a", {}, flop=1e9)], measure)
+
+
+def test_from_run_to_compare_on_the_fake_device(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(runner, "run_child", lambda command: cli.main(command[command.index("bench") + 1 :]))
+    for name, factor, seed in (("base", 1.0, 100), ("head", 1.06, 200), ("same", 1.0, 300)):
+        monkeypatch.setattr(cli, "load", lambda asked, factor=factor, seed=seed: fake_suite_of(factor, seed))
+        assert cli.main(["run", "fake", "--processes", "6", "--json", str(tmp_path / name)]) == 0
+    base, head, same = (str(tmp_path / name / "fake.json") for name in ("base", "head", "same"))
+    assert len(read(Path(base)).cases["a"].providers["plait"].by_process()) == 6
+    assert cli.main(["compare", base, head]) == 1
+    assert cli.main(["compare", base, same]) == 0
 
 
 # ---- input --------------------------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ def test_a_suspect_is_measured_again_alone_and_judged_by_all_its_processes():
         return [case(UP if name == "slow" else FLAT, name) for name in names]
 
     names = [f"flat {i}" for i in range(9)] + ["slow"]
-    decisions = {d.name: d for d in confirmed(measure, names, RULE)}
+    decisions = {d.name: d for d in confirmed(measure, names, RULE)[1]}
     assert asked == [names, ["slow"]]
     assert (decisions["slow"].verdict, decisions["slow"].processes) == (Verdict.SLOWER, 10)
     assert decisions["flat 0"].verdict == Verdict.SAME
@@ -132,7 +132,7 @@ def test_a_suspect_is_measured_again_alone_and_judged_by_all_its_processes():
 def test_an_alarm_that_does_not_come_again_is_no_alarm():
     for second in (FLAT, DOWN):
         runs = iter([[case(UP)], [case(second)]])
-        assert confirmed(lambda names, runs=runs: next(runs), ["c"], RULE)[0].verdict == Verdict.INCONCLUSIVE
+        assert confirmed(lambda names, runs=runs: next(runs), ["c"], RULE)[1][0].verdict == Verdict.INCONCLUSIVE
 
 
 def test_a_confirming_run_without_the_suspect_is_refused():
@@ -199,7 +199,7 @@ def test_five_percent_slower_is_found_among_others_after_the_confirming_run(mode
         return [fake_suite(noise, 5, draw, [name], 1.05 if name == "slow" else 1.0)[0] for name in asked]
 
     for _ in range(60):
-        decisions = confirmed(measure, names, RULE)
+        decisions = confirmed(measure, names, RULE)[1]
         found += decisions[0].verdict == Verdict.SLOWER
         assert all(d.verdict in (Verdict.SAME, Verdict.INCONCLUSIVE) for d in decisions[1:])
     assert found >= LEAST_FOUND * 60
