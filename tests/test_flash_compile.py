@@ -34,7 +34,10 @@ def test_compiles_without_a_spill(point, arch):
     # A number argument typed fp64 by the compiler would show here.
     assert facts.count("DADD") + facts.count("DMUL") + facts.count("DFMA") == 0
     # No gradient is added up in memory: bits agree between runs.
-    assert facts.count("RED.") + facts.count("ATOM.") + facts.count("ATOMG") == 0
+    # TMA descriptors are published by an exchange each, of keys and of values, which adds nothing.
+    exchanges = facts.count("ATOMG.E.EXCH")
+    assert facts.count("RED.") + facts.count("ATOM.") + facts.count("ATOMG") == exchanges
+    assert exchanges == (2 if facts.count("UTMALDG") else 0)
     if point.dtype != "fp32" and point.kernel != "delta":
         assert facts.count("HMMA") + facts.count("HGMMA") + facts.count("UTCHMMA") > 0
     if (point, arch) in SHORT and point.kernel != "delta":

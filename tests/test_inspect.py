@@ -33,7 +33,8 @@ def test_compiles_for_sm_90_without_spills(name):
     # A number argument typed fp64 by the compiler would show here.
     assert facts.count("DADD") + facts.count("DMUL") + facts.count("DFMA") == 0
     # No gradient is added up in memory: bits agree between runs.
-    assert facts.count("RED.") + facts.count("ATOM") == 0
+    # (A TMA descriptor is published by an exchange, which adds nothing.)
+    assert facts.count("RED.") + facts.count("ATOM") - facts.count("ATOMG.E.EXCH") == 0
     if name.startswith("attention") and any(m in name for m in MATMULS):
         assert facts.count("HGMMA") > 0
     elif "attention" not in name:
