@@ -1,0 +1,151 @@
+"""The static gate: rules that the machine code of every kernel must keep, checked without a GPU.
+
+Not the compiler's facts themselves (inspect.py) and not the shapes (points.py). The one idea: a rule is data, found
+by the longest prefix of a point's name, and judging is a pure function of facts and rule. What counts for all: no
+spills, no fp64 arithmetic, no atomic sums (bits agree between runs); then, by rule, 128-bit accesses, the matrix
+instructions of the architecture, and the warps that fit on a multiprocessor at once.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from plait.kernels.inspect import Facts, compile_offline, parse_arch
+from plait.kernels.launch import Launch
+from plait.kernels.points import points
+
+ARCHS = ("sm_80", "sm_90", "sm_100")
+# The tensor core instruction of each architecture: mma, wgmma, tcgen05 (PTX ISA 8.7).
+_MATRIX = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
+# CUDA programming guide, compute capabilities: registers and shared bytes of a multiprocessor, warps at most.
+_SHARED_BYTES = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
+_REGISTERS, _MAX_WARPS, _MAX_BLOCKS, _RESERVED_SHARED = 65536, 64, 32, 1024
+
+
+class Rule(NamedTuple):
+    """What the machine code of a kernel must show beyond the rules for all."""
+
+    min_warps: int  # resident on a multiprocessor at once
+    narrow: int | None = None  # global accesses that may be under 128 bits; None: not a streaming kernel
+    matrix: bool = False  # uses the tensor cores
+
+
+# By prefix of the point's name; the longest that fits holds. Narrow accesses are statistics, scalars of a row, table
+# entries and the ends of a range that 128 bits do not cover; warps are what the compiler left on sm_80 to sm_100.
+RULES: dict[str, Rule] = {
+    "swiglu": Rule(min_warps=48, narrow=0),
+    "geglu": Rule(min_warps=48, narrow=0),
+    "rms_norm": Rule(min_warps=32, narrow=1),
+    "rms_norm.backward": Rule(min_warps=8, narrow=1),  # a row and its sum stay in registers
+    "rms_norm_residual.backward": Rule(min_warps=8, narrow=1),
+    "layer_norm": Rule(min_warps=24, narrow=2),
+    "layer_norm.backward": Rule(min_warps=8, narrow=2),
+    "layer_norm_residual.backward": Rule(min_warps=8, narrow=2),
+    "rope": Rule(min_warps=24, narrow=0),
+    "attention": Rule(min_warps=4, matrix=True),
+    "attention.delta": Rule(min_warps=8),
+    "cross_entropy.stats": Rule(min_warps=24, narrow=5),
+    "cross_entropy.stats.50257": Rule(min_warps=24),  # rows of odd length start anywhere
+    "cross_entropy.grad": Rule(min_warps=24, narrow=3),
+    "cross_entropy.grad.50257": Rule(min_warps=24),
+    "linear": Rule(min_warps=4, matrix=True),
+    "linear.finish": Rule(min_warps=16),
+    "linear.activation_grad": Rule(min_warps=16),
+    "linear.fp32": Rule(min_warps=4),  # without tf32 there is no tensor core for fp32
+    "adamw.run": Rule(min_warps=24, narrow=7),
+    "adamw.table": Rule(min_warps=16, narrow=15),
+    "adamw.narrow": Rule(min_warps=8),
+    "adamw.strided": Rule(min_warps=8),
+    "l2_norm.run": Rule(min_warps=32, narrow=1),
+    "l2_norm.table": Rule(min_warps=32, narrow=6),
+    "l2_norm.narrow": Rule(min_warps=32),
+    "l2_norm.strided": Rule(min_warps=16),
+    "dropout": Rule(min_warps=48, narrow=2),
+    "embedding.forward": Rule(min_warps=48, narrow=0),
+    "embedding.windows": Rule(min_warps=24),
+    "embedding.crossing": Rule(min_warps=16),
+}
+# Endings of points that vary a kernel of the declared list: only `--all` takes them.
+VARIANTS = (
+    ".64", ".256", ".4096", ".65536", ".16032", ".50257", ".softcap", ".in_place", ".accumulate", ".fp32",
+    ".narrow.bf16", ".strided.bf16", ".narrow.bf16_master", ".strided.bf16_master", ".table.bf16_rounded",
+    ".narrow.bf16_rounded", ".strided.bf16_rounded", ".slope", ".dropout",
+)  # fmt: skip
+
+
+def rule_of(name: str) -> Rule:
+    """The rule of a point; KeyError where none fits: a new kernel states its own."""
+    fitting = [prefix for prefix in RULES if name.startswith(prefix)]
+    if not fitting:
+        raise KeyError(f"point {name!r} has no rule in kernels/gate.py; known prefixes: {', '.join(RULES)}")
+    return RULES[max(fitting, key=len)]
+
+
+def resident_warps(facts: Facts) -> int:
+    """Warps of the kernel that fit on one multiprocessor, by registers (256 at a time a warp) and shared memory."""
+    number = parse_arch(facts.arch)
+    registers_of_warp = -(-facts.registers * 32 // 256) * 256
+    by_registers = _REGISTERS // (registers_of_warp * facts.num_warps)
+    by_shared = _SHARED_BYTES[number] // (facts.shared_bytes + _RESERVED_SHARED)
+    return min(by_registers, by_shared, _MAX_BLOCKS, _MAX_WARPS // facts.num_warps) * facts.num_warps
+
+
+def narrow_accesses(facts: Facts) -> int:
+    """Global loads and stores under 128 bits; bulk copies (TMA) do not count."""
+    return sum(facts.count(kind) - facts.count(f"{kind}.E.128") for kind in ("LDG", "STG"))
+
+
+def judge(facts: Facts, rule: Rule) -> list[str]:
+    """What the machine code breaks, a sentence each; empty when it keeps the rule."""
+    broken = []
+    if facts.spill_loads or facts.spill_stores or facts.stack_bytes:
+        broken.append(
+            f"spills: {facts.spill_loads} loads, {facts.spill_stores} stores, {facts.stack_bytes} bytes of stack"
+        )
+    wide = sum(facts.count(opcode) for opcode in ("DADD", "DMUL", "DFMA"))
+    if wide:
+        broken.append(f"{wide} fp64 instructions")
+    # ATOMS is shared memory; an exchange hands over a TMA descriptor and adds nothing.
+    atomics = sum(
+        number
+        for opcode, number in facts.instructions.items()
+        if opcode.startswith(("RED.", "ATOM.", "ATOMG.")) and ".EXCH" not in opcode
+    )
+    if atomics:
+        broken.append(f"{atomics} atomic instructions")
+    narrow = narrow_accesses(facts)
+    if rule.narrow is not None and narrow > rule.narrow:
+        broken.append(f"{narrow} global accesses under 128 bits; at most {rule.narrow}")
+    opcode = _MATRIX[parse_arch(facts.arch)]
+    if rule.matrix and not facts.count(opcode):
+        broken.append(f"no {opcode}: the tensor cores of {facts.arch} are idle")
+    warps = resident_warps(facts)
+    if warps < rule.min_warps:
+        broken.append(f"{warps} warps fit on a multiprocessor; at least {rule.min_warps}")
+    return broken
+
+
+class Verdict(NamedTuple):
+    """One point on one architecture."""
+
+    name: str
+    facts: Facts
+    broken: list[str]
+
+
+def default_points() -> list[tuple[str, str]]:
+    """The declared list of (point, architecture): at most 80, so that a run from nothing takes a few minutes.
+
+    A kernel of every kind on sm_90; the matrix kernels, whose code differs most, on all architectures.
+    """
+    declared = [name for name in points() if not name.endswith(VARIANTS)]
+    return [(name, arch) for name in declared for arch in ARCHS if arch == "sm_90" or rule_of(name).matrix]
+
+
+def check(
+    chosen: Iterable[tuple[str, str]], *, compile_point: Callable[[Launch, str], Facts] = compile_offline
+) -> Iterator[Verdict]:
+    """Compiles and judges (point, architecture) one by one; triton's cache makes a second run quick."""
+    known = points()
+    for name, arch in chosen:
+        facts = compile_point(known[name](), arch)
+        yield Verdict(name, facts, judge(facts, rule_of(name)))
