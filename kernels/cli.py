@@ -18,7 +18,7 @@ def _parser() -> argparse.ArgumentParser:
     gate = commands.add_parser("check", help="the static rules: exit 0 kept, 1 broken, 2 usage")
     gate.add_argument("names", nargs="*", help="points or their prefixes (default: the declared list)")
     gate.add_argument("--arch", action="append", help=f"may be repeated (default: {', '.join(ARCHS)})")
-    gate.add_argument("--all", action="store_true", help="every point on every architecture")
+    gate.add_argument("--all", action="store_true", help="every point and the whole attention table")
     return parser
 
 
@@ -44,7 +44,7 @@ def row(verdict: Verdict) -> str:
 
 
 def _check(names: list[str], archs: list[str] | None, every: bool) -> int:
-    known = list(points())
+    known = list(points(every))
     unknown = [name for name in names if not any(point.startswith(name) for point in known)]
     if unknown:
         print(f"plait kernels: no kernel {unknown[0]!r}; `plait kernels list` has the names", file=sys.stderr)
@@ -66,7 +66,7 @@ def _check(names: list[str], archs: list[str] | None, every: bool) -> int:
 def main(argv: list[str]) -> int:
     """0 on success, 1 when a rule is broken, 2 on a name or architecture that does not exist."""
     arguments = _parser().parse_args(argv)
-    known = points()
+    known = points(every=True)
     if arguments.command == "list":
         print("\n".join(known))
         return 0
@@ -81,5 +81,5 @@ def main(argv: list[str]) -> int:
     if arguments.name not in known:
         print(f"plait kernels: no kernel {arguments.name!r}; `plait kernels list` has the names", file=sys.stderr)
         return 2
-    print(describe(compile_offline(known[arguments.name](), arguments.arch)))
+    print(describe(compile_offline(known[arguments.name](archs[0]), archs[0])))
     return 0

@@ -55,8 +55,20 @@ def _rope(head_dim: int, interleaved: bool, packed: bool = False) -> Launch:
     return launch
 
 
-def points() -> dict[str, Callable[[], Launch]]:
-    """Every point by name, as a function that makes its launch."""
+def _anywhere(make: Callable[[], Launch]) -> Callable[..., Launch]:
+    """A point whose launch is the same on every architecture."""
+
+    def launch(arch: str = "sm_90") -> Launch:
+        return make()
+
+    return launch
+
+
+def points(every: bool = False) -> dict[str, Callable[..., Launch]]:
+    """Every point by name, as a function of arch="sm_90" that makes its launch there.
+
+    `every` adds the whole table of attention: all head dims, dtypes and switches.
+    """
     found: dict[str, Callable[[], Launch]] = {}
     for side in ("forward", "backward"):
         backward = side == "backward"
@@ -72,8 +84,7 @@ def points() -> dict[str, Callable[[], Launch]]:
         found[f"rope.halves.{head_dim}"] = partial(_rope, head_dim, False)
         found[f"rope.neighbours.{head_dim}"] = partial(_rope, head_dim, True)
         found[f"rope.packed.{head_dim}"] = partial(_rope, head_dim, False, True)
-    found |= flash_points.points()
-    found |= loss_points.points()
-    found |= matmul_points.points()
-    found |= stream_points.points()
-    return found
+    found |= loss_points.points() | stream_points.points()
+    return (
+        {name: _anywhere(make) for name, make in found.items()} | flash_points.points(every) | matmul_points.points()
+    )

@@ -69,7 +69,7 @@ def test_resident_warps_by_registers_shared_memory_and_blocks(registers, shared,
 
 
 def test_every_point_has_a_rule_and_every_rule_a_point():
-    names = list(points())
+    names = list(points(every=True))
     assert all(rule_of(name) for name in names)
     assert [prefix for prefix in RULES if not any(name.startswith(prefix) for name in names)] == []
     with pytest.raises(KeyError, match="'nothing.forward' has no rule"):

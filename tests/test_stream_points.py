@@ -9,6 +9,9 @@ from plait.kernels.points import points
 from plait.kernels.stream_points import points as stream_points
 from tests.cases import needs_compiler
 
+# Streaming code hardly differs between architectures: sm_90 always, the others in the long run.
+ARCHS = ["sm_90", *(pytest.param(arch, marks=pytest.mark.long) for arch in ("sm_80", "sm_100"))]
+
 # Point -> (reads of one number, accesses narrower than 16 bytes but for those): a row of a table, scalars, a key.
 # AdamW's table has 4 to 6 columns that are read; bf16 with a master reads the factor too, rounding reads 8 more.
 WIDE = {
@@ -42,7 +45,7 @@ def _facts(name, arch):
 
 @pytest.mark.offline
 @needs_compiler
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", WIDE)
 def test_streams_are_read_and_written_16_bytes_at_a_time(name, arch):
     facts = _facts(name, arch)
@@ -57,7 +60,7 @@ def test_streams_are_read_and_written_16_bytes_at_a_time(name, arch):
 
 @pytest.mark.offline
 @needs_compiler
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", NARROW)
 def test_narrow_and_strided_kernels_do_not_spill(name, arch):
     assert 0 < _facts(name, arch).registers <= 168
