@@ -65,7 +65,7 @@ def forward_act(
     rng: torch.Tensor | None = None, p: float = 0.0, sample_offset: int = 0, row_offset: int = 0, col_offset: int = 0,
 ) -> _Tensors:  # fmt: skip
     """(out, the value before the activation; without one, empty)."""
-    mask = None if rng is None else (rng, p, sample_offset, row_offset, col_offset)
+    mask = None if rng is None else (rng.contiguous(), p, sample_offset, row_offset, col_offset)
     op = "epilogue" if mask is None else "dropout"
     if use_triton(x) and col_offset % 4 == 0 and triton_multiplies(op, rows := flat(x), weight):
         out, matrix = _new_like(x, weight.shape[0])
@@ -93,7 +93,7 @@ def activation_backward(
     sample_offset: int = 0, row_offset: int = 0, col_offset: int = 0, sums: bool = False,
 ) -> _Tensors:  # fmt: skip
     """(the gradient before activation and dropout, its column sums in dout's dtype or empty): one pass in Triton."""
-    mask = None if rng is None else (rng, p, sample_offset, row_offset, col_offset)
+    mask = None if rng is None else (rng.contiguous(), p, sample_offset, row_offset, col_offset)
     if use_triton(dout) and col_offset % 4 == 0:
         dpre, total = activations.launch_backward(dout, pre, activation, mask, sums)
         return dpre, dout.new_empty(0) if total is None else total.to(dout.dtype)

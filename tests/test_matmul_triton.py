@@ -336,6 +336,20 @@ def test_public_ops_agree_with_their_oracles(dtype):
 
 @interpret
 @needs_interpreter
+def test_a_key_whose_two_numbers_lie_apart_draws_the_same_bits():
+    x, weight = normal(9, 12), normal(16, 12, seed=1)
+    apart = torch.tensor([RNG[0], 99, RNG[1], 99])[::2]
+    for activation in (None, "gelu"):
+        results = []
+        for rng in (RNG, apart):
+            leaf = x.clone().requires_grad_()
+            out = linear(leaf, weight, activation=activation, dropout_p=0.5, rng=rng)
+            results.append((out.detach(), *torch.autograd.grad(out.sum(), leaf)))
+        assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@interpret
+@needs_interpreter
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1, 1), (9, 37, 24), (70, 20, 40), (3, 5, 0), (0, 4, 8)])
 def test_gate_and_up_in_one_pass(shape, dtype):

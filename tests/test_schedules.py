@@ -236,6 +236,14 @@ def test_neighbours_on_one_rank_send_nothing():
     }
 
 
+def test_one_rank_unsharded_is_written_as_lowered():
+    """It sends nothing; its CSV once lost REDUCE_GRAD and kept UNSHARD, which is neither of torch's forms."""
+    lowered = lower(interleaved(1, 2, 2), unshard=1)
+    assert lowered.is_lowered
+    text = lowered.to_csv()
+    assert "UNSHARD" in text and "REDUCE_GRAD" in text
+
+
 def test_unsharding_keeps_the_stages_that_come_next():
     schedule = interleaved(2, 3, 4)
     lowered = lower(schedule, unshard=2)

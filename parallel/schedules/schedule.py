@@ -53,8 +53,9 @@ class Schedule:
 
     @property
     def is_lowered(self) -> bool:
-        """True when the lanes hold sends or receives."""
-        return any(action.op in SENDS or action.op in RECEIVES for lane in self.lanes for action in lane)
+        """True when the lanes hold what only lowering adds: sends, receives, unsharding."""
+        added = SENDS | RECEIVES | {Op.UNSHARD, Op.RESHARD}
+        return any(action.op in added for lane in self.lanes for action in lane)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Stages that rank (a coordinate on the pipeline axis) holds, ascending."""
