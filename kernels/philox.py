@@ -95,14 +95,9 @@ def philox_load_key(rng_ptr):
 
 
 @triton.jit
-def philox_keep(key_low, key_high, sample, head, rows, first_col, threshold, BLOCK_COL: tl.constexpr):
-    """bool [len(rows), BLOCK_COL]: which of the columns first_col + [0, BLOCK_COL) are kept; first_col % 4 == 0."""
-    groups = first_col // 4 + tl.arange(0, BLOCK_COL // 4)
-    zero = tl.zeros([rows.shape[0], BLOCK_COL // 4], tl.uint32)
-    a = zero + groups[None, :].to(tl.uint32)
-    b = zero + rows[:, None].to(tl.uint32)
-    c = zero + head.to(tl.uint32)
-    d = zero + sample.to(tl.uint32)
+def philox_words(a, b, c, d, key_low, key_high):
+    """The four words of the counters (a, b, c, d), each a uint32 block of one shape: ten rounds."""
+    zero = a * 0
     for _ in tl.static_range(10):
         low_a, high_a = a * 0xD2511F53, tl.umulhi(a, zero + 0xD2511F53)
         low_c, high_c = c * 0xCD9E8D57, tl.umulhi(c, zero + 0xCD9E8D57)
@@ -112,6 +107,19 @@ def philox_keep(key_low, key_high, sample, head, rows, first_col, threshold, BLO
         d = low_a
         key_low += 0x9E3779B9
         key_high += 0xBB67AE85
+    return a, b, c, d
+
+
+@triton.jit
+def philox_keep(key_low, key_high, sample, head, rows, first_col, threshold, BLOCK_COL: tl.constexpr):
+    """bool [len(rows), BLOCK_COL]: which of the columns first_col + [0, BLOCK_COL) are kept; first_col % 4 == 0."""
+    groups = first_col // 4 + tl.arange(0, BLOCK_COL // 4)
+    zero = tl.zeros([rows.shape[0], BLOCK_COL // 4], tl.uint32)
+    a = zero + groups[None, :].to(tl.uint32)
+    b = zero + rows[:, None].to(tl.uint32)
+    c = zero + head.to(tl.uint32)
+    d = zero + sample.to(tl.uint32)
+    a, b, c, d = philox_words(a, b, c, d, key_low, key_high)
     # Words a, b, c, d belong to columns 0, 1, 2, 3 of a group.
     words = tl.join(tl.join(a, c), tl.join(b, d)).reshape([rows.shape[0], BLOCK_COL])
     return (words >> 8).to(tl.int32) >= threshold

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from plait.kernels.philox import philox_key, philox_ref
+from plait.kernels.philox import philox_key, philox_ref, philox_words
 
 _MASK = 0xFFFFFFFF
 # fp16's smallest normal number and the inverse of its subnormal step.
@@ -60,18 +60,7 @@ def random_words(key_low, key_high, first_group, BLOCK: tl.constexpr):
     groups = (first_group + tl.arange(0, BLOCK // 4)).to(tl.uint64, bitcast=True)
     a = (groups & 0xFFFFFFFF).to(tl.uint32)
     b = (groups >> 32).to(tl.uint32)
-    c = a * 0
-    d = a * 0
-    zero = a * 0
-    for _ in tl.static_range(10):
-        low_a, high_a = a * 0xD2511F53, tl.umulhi(a, zero + 0xD2511F53)
-        low_c, high_c = c * 0xCD9E8D57, tl.umulhi(c, zero + 0xCD9E8D57)
-        a = high_c ^ b ^ key_low
-        b = low_c
-        c = high_a ^ d ^ key_high
-        d = low_a
-        key_low += 0x9E3779B9
-        key_high += 0xBB67AE85
+    a, b, c, d = philox_words(a, b, a * 0, a * 0, key_low, key_high)
     return tl.join(tl.join(a, c), tl.join(b, d)).reshape([BLOCK])
 
 
