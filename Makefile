@@ -44,7 +44,8 @@ test-fast: build ## the tests that start no ranks and compile nothing
 	$(PYTEST) tests -n $(WORKERS) -m "not gpu and not long and not interpret and not offline and not ranks"
 
 test-long: build ## the longer walks: more kills, more faults, more grids
-	$(PYTEST) tests -n $(WORKERS) -m "long and not gpu"
+	$(PYTEST) tests -n $(WORKERS) -m "long and not gpu and not interpret"
+	TRITON_INTERPRET=1 $(PYTEST) tests -n $(WORKERS) -m "long and interpret"
 
 lint: build ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -125,7 +125,7 @@ LAYOUTS = {
 
 @interpret
 @needs_interpreter
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.integers(0, 120),
     st.integers(1, 7),

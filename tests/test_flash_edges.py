@@ -202,6 +202,7 @@ def test_a_scale_that_is_not_positive(scale, path):
 
 
 @both
+@pytest.mark.long  # two runs are compared in test_flash.py
 def test_bits_agree_over_ten_runs(path):
     inputs = _inputs(37, 37, dtype=torch.float32)
 

@@ -256,7 +256,7 @@ def test_parts_of_k_are_added_in_order_and_each_slice_is_written_whole():
 
 @interpret
 @needs_interpreter
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *(pytest.param(d, marks=pytest.mark.long) for d in DTYPES[::2])])
 def test_two_runs_and_any_number_of_programs_have_the_same_bits(dtype, monkeypatch):
     a, b = normal(40, 70, dtype=dtype), normal(33, 70, dtype=dtype, seed=1)
     extra = Epilogue(bias=normal(33, dtype=dtype), activation=3)
@@ -513,7 +513,7 @@ def test_the_gated_form_reads_x_once_per_tile_for_both_products():
 
 @interpret
 @needs_interpreter
-@pytest.mark.parametrize("code", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("code", [0, 1, *(pytest.param(code, marks=pytest.mark.long) for code in (2, 3, 4))])
 def test_activation_gradient_is_one_pass_with_the_sums_of_what_it_stored(code):
     dout, pre = normal(3, 90, 11).float(), normal(3, 90, 11, seed=1).float() * 2
     for mask in (None, (RNG, 0.25, 1, 2, 4)):

@@ -101,7 +101,7 @@ def test_triton_agrees_with_the_oracle_in_any_layout(shapes, layout, dtype):
 
 @interpret
 @needs_interpreter
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(
         st.tuples(

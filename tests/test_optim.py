@@ -268,7 +268,7 @@ PARAMETERS = st.lists(st.tuples(SHAPE, ROLES), min_size=1, max_size=6)
 
 @interpret
 @needs_interpreter
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     PARAMETERS,
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
