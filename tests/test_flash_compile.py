@@ -25,6 +25,7 @@ def _each(cases, *marks):
 
 
 @pytest.mark.offline
+@pytest.mark.long  # the declared list of test_gate.py stays in the short run
 @needs_compiler
 @pytest.mark.parametrize("point,arch", _each(SHORT) + _each(LONG, pytest.mark.long, pytest.mark.timeout(600)))
 def test_compiles_without_a_spill(point, arch):

@@ -190,6 +190,7 @@ def test_bad_input_is_refused_before_any_launch(call, error, text):
 
 
 @pytest.mark.offline
+@pytest.mark.long  # the declared list of test_gate.py stays in the short run
 @needs_compiler
 @pytest.mark.parametrize("tanh", [None, False, True])
 @pytest.mark.parametrize(

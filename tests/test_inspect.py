@@ -27,6 +27,7 @@ NAMES = [
 
 
 @pytest.mark.offline
+@pytest.mark.long  # the declared list of test_gate.py stays in the short run
 @needs_compiler
 @pytest.mark.parametrize("name", NAMES)
 def test_compiles_for_sm_90_without_spills(name):
@@ -56,6 +57,7 @@ ELEMENTWISE += [
 
 
 @pytest.mark.offline
+@pytest.mark.long  # the declared list of test_gate.py stays in the short run
 @needs_compiler
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", ELEMENTWISE)

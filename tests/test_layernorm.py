@@ -309,6 +309,7 @@ EDGES = (
 
 
 @pytest.mark.offline
+@pytest.mark.long  # the declared list of test_gate.py stays in the short run
 @needs_compiler
 @pytest.mark.parametrize("rows,cols,step,weighted,biased,summed,centred", EDGES, ids=str)
 def test_edge_launches_compile(rows, cols, step, weighted, biased, summed, centred):

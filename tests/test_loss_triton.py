@@ -466,6 +466,7 @@ def test_every_point_is_compiled():
 
 
 @pytest.mark.offline
+@pytest.mark.long  # the declared list of test_gate.py stays in the short run
 @needs_compiler
 @pytest.mark.parametrize(
     "name,arch", [(n, "sm_90") for n in WIDE] + [(n, a) for n in EVERYWHERE for a in ("sm_80", "sm_100")]

@@ -23,6 +23,7 @@ NARROW = 64
 
 
 @pytest.mark.offline
+@pytest.mark.long  # the declared list of test_gate.py stays in the short run
 @needs_compiler
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", NAMES)
@@ -60,6 +61,7 @@ EDGES = (
 
 
 @pytest.mark.offline
+@pytest.mark.long  # the declared list of test_gate.py stays in the short run
 @needs_compiler
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 @pytest.mark.parametrize("rows,cols,inner,num_splits", EDGES)

@@ -340,6 +340,7 @@ EDGES = (
 
 
 @pytest.mark.offline
+@pytest.mark.long  # the declared list of test_gate.py stays in the short run
 @needs_compiler
 @STYLES
 @pytest.mark.parametrize("in_place", [False, True])

@@ -44,6 +44,7 @@ def _facts(name, arch):
 
 
 @pytest.mark.offline
+@pytest.mark.long  # the declared list of test_gate.py stays in the short run
 @needs_compiler
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", WIDE)
@@ -59,6 +60,7 @@ def test_streams_are_read_and_written_16_bytes_at_a_time(name, arch):
 
 
 @pytest.mark.offline
+@pytest.mark.long  # the declared list of test_gate.py stays in the short run
 @needs_compiler
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", NARROW)
@@ -98,6 +100,7 @@ def _edges():
 
 
 @pytest.mark.offline
+@pytest.mark.long  # the declared list of test_gate.py stays in the short run
 @needs_compiler
 def test_launches_of_size_1_and_beyond_32_bits_compile():
     for launch in _edges():
