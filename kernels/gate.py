@@ -50,6 +50,7 @@ RULES: dict[str, Rule] = {
     "cross_entropy.grad": Rule(min_warps=24, narrow=3),
     "cross_entropy.grad.50257": Rule(min_warps=24),
     "linear": Rule(min_warps=4, matrix=True),
+    "linear.few_rows": Rule(min_warps=8),  # 16 rows: fewer than wgmma and tcgen05 take, so mma everywhere
     "linear.finish": Rule(min_warps=16),
     "linear.activation_grad": Rule(min_warps=16),
     "linear.fp32": Rule(min_warps=4),  # without tf32 there is no tensor core for fp32

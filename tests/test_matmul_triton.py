@@ -176,7 +176,7 @@ def _expected(a, b, extra, old):
 
 @interpret
 @needs_interpreter
-@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("num_splits", [1, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("pair", list(itertools.combinations(_switches(), 2)), ids="+".join)
 def test_switches_work_alone_and_in_pairs(pair, num_splits):
     a, b = normal(21, 40), normal(37, 40, seed=1)
