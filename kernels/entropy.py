@@ -106,7 +106,9 @@ def stats_like(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty((4, x.shape[0]), dtype=compute_dtype(x.dtype))
 
 
-def merge_stats(stats: torch.Tensor, all_reduce: AllReduce | None = None) -> tuple[torch.Tensor, ...]:
+def merge_stats(
+    stats: torch.Tensor, all_reduce: AllReduce | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(lse, target logit, logit sum) per token of the whole vocabulary from a shard's stats [4, N].
 
     `all_reduce(tensor, "max" | "sum")` combines shards and may work in place; called twice, with [N] and [3, N].

@@ -1,6 +1,5 @@
 """Launchers of the attention kernels: outputs, arguments, grids. Tiles are in flash_tiles.py, checks in flash.py."""
 
-import contextvars
 import math
 from typing import Any
 
@@ -14,8 +13,8 @@ from plait.kernels.flash_backward import (
     attention_query_gradient_kernel,
 )
 from plait.kernels.flash_forward import attention_forward_kernel
-from plait.kernels.flash_tiles import arch_of, delta_rows, padded, tile_of
-from plait.kernels.launch import Launch, compute_dtype, next_power_of_two, triton_dtype
+from plait.kernels.flash_tiles import delta_rows, padded, tile_of
+from plait.kernels.launch import Launch, arch_of, compute_dtype, next_power_of_two, run_launches, triton_dtype
 from plait.kernels.philox import keep_threshold
 
 
@@ -143,24 +142,6 @@ def gradient_launches(
     )
 
 
-def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    """Device memory for descriptors; torch aligns to 512 bytes and frees in stream order."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")
-
-
-def _run_with_scratch(launch: Launch) -> None:
-    triton.set_allocator(_scratch)
-    launch.run()
-
-
-def _run(launch: Launch) -> None:
-    """Runs it; the allocator that descriptors need is set in a copy of the context, not for the caller."""
-    if launch.constants["DESCRIPTORS"]:
-        contextvars.copy_context().run(_run_with_scratch, launch)
-    else:
-        launch.run()
-
-
 def launch_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, rng: torch.Tensor | None,
     cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, options: Options,
@@ -174,7 +155,8 @@ def launch_forward(
     else:  # rows past the last document are not visited
         out, lse = q.new_zeros(shape), q.new_full(stats, float("-inf"), dtype=dtype)
     if q.numel():
-        _run(forward_launch(q, k, v, sinks, rng, cu_q, cu_k, options, out, lse))
+        launch = forward_launch(q, k, v, sinks, rng, cu_q, cu_k, options, out, lse)
+        run_launches([launch]) if launch.constants["DESCRIPTORS"] else launch.run()
     return out, lse
 
 

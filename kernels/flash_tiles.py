@@ -106,14 +106,6 @@ WIDE_TILES = ((64, Tile(32, 32, 4, 1)), (256, Tile(16, 16, 4, 1)))
 DELTA_ROWS = ((64, 64), (128, 32), (256, 16))
 
 
-def arch_of(x: torch.Tensor) -> int:
-    """80, 90 or 100: the table that serves x's card; 90 for tensors on no card."""
-    if not x.is_cuda:
-        return 90
-    major, _ = torch.cuda.get_device_capability(x.device)
-    return {9: 90, 10: 100}.get(major, 80)
-
-
 def padded(head_dim: int) -> int:
     """The width of a tile that holds `head_dim` channels: a power of two, at least 16, as products need it."""
     return max(16, next_power_of_two(head_dim))

@@ -5,6 +5,7 @@ once under ``plait::``; its Autograd-key kernel is an ``autograd.Function`` that
 eager, ``torch.compile`` and tracing see one opaque call each way.
 """
 
+import contextvars
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -46,6 +47,31 @@ class Launch(NamedTuple):
             enable_fp_fusion=True,
             **self.constants,
         )
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    """Device memory for descriptors; torch aligns to 512 bytes and frees in stream order."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def _run_with_scratch(launches: Sequence[Launch]) -> None:
+    triton.set_allocator(_scratch)
+    for launch in launches:
+        launch.run()
+
+
+def run_launches(launches: Sequence[Launch]) -> None:
+    """Runs in order. The allocator that descriptors need is set in a copy of the context, not for the caller."""
+    contextvars.copy_context().run(_run_with_scratch, launches)
+
+
+def arch_of(x: torch.Tensor) -> int:
+    """80, 90 or 100: the row of the tables that serves x's card; 90 for tensors on no card."""
+    if not x.is_cuda:
+        return 90
+    major, _ = torch.cuda.get_device_capability(x.device)
+    # Cards of capability 12 have the shared memory and the matmul instructions of the 8 series.
+    return {9: 90, 10: 100}.get(major, 80)
 
 
 def use_triton(x: torch.Tensor) -> bool:

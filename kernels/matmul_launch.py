@@ -5,15 +5,12 @@ and a compile without spills for its arch); none was timed on a card, and a meas
 Nothing depends on the card within an arch but the number of programs, which no result depends on: ranks agree.
 """
 
-import contextvars
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
-from plait.kernels.launch import INTERPRETED, Launch, compute_dtype, rows_of, triton_dtype
+from plait.kernels.launch import INTERPRETED, Launch, arch_of, compute_dtype, rows_of, run_launches, triton_dtype
 from plait.kernels.matmul_triton import finish_kernel, matmul_kernel, swiglu_kernel
 from plait.kernels.philox import keep_threshold
 
@@ -136,15 +133,6 @@ class Plan(NamedTuple):
 
 def _ceil(x: int, y: int) -> int:
     return -(-x // y)  # triton's cdiv costs microseconds on the host
-
-
-def arch_of(x: torch.Tensor) -> int:
-    """80, 90 or 100: the row of the tables that serves x's card; 90 for tensors on no card."""
-    if not x.is_cuda:
-        return 90
-    major, _ = torch.cuda.get_device_capability(x.device)
-    # Cards of capability 12 have the shared memory and the matmul instructions of the 8 series.
-    return {9: 90, 10: 100}.get(major, 80)
 
 
 @functools.lru_cache(1024)
@@ -345,28 +333,12 @@ def swiglu_launch(
     return Launch(swiglu_kernel, grid, arguments, constants, tile.num_warps, tile.num_stages)
 
 
-def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    """Device memory for descriptors; torch aligns to 512 bytes and frees in stream order."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")
-
-
-def _run_with_scratch(launches: Sequence[Launch]) -> None:
-    triton.set_allocator(_scratch)
-    for launch in launches:
-        launch.run()
-
-
-def run(launches: Sequence[Launch]) -> None:
-    """Runs in order. The allocator that descriptors need is set in a copy of the context, not for the caller."""
-    contextvars.copy_context().run(_run_with_scratch, launches)
-
-
 def product(
     op: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, extra: Epilogue, how: Plan | None = None
 ) -> None:
     """`product_launches` by the tables, run; nothing for an empty out."""
     if out.numel():
-        run(product_launches(a, b, out, extra, plan(op, a, b) if how is None else how))
+        run_launches(product_launches(a, b, out, extra, plan(op, a, b) if how is None else how))
     elif extra.sums is not None and extra.sums.numel():  # no columns: the sums alone
         total = a.to(compute_dtype(a.dtype)).sum(1)
         extra.sums.add_(total) if extra.accumulate else extra.sums.copy_(total)
@@ -375,4 +347,4 @@ def product(
 def swiglu(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, gate_up: torch.Tensor | None) -> None:
     """`swiglu_launch` by the tables, run; nothing for an empty out."""
     if out.numel():
-        run([swiglu_launch(x, weight, out, gate_up, plan("swiglu", x, weight))])
+        run_launches([swiglu_launch(x, weight, out, gate_up, plan("swiglu", x, weight))])

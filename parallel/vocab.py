@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.kernels import embed, linear, token_loss
+from plait.kernels import embed, linear, merge_stats, token_loss
 from plait.kernels.loss import head_grad, head_stats
 from plait.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from plait.parallel.gradients import GradSink, add_use, grad_home, notify
@@ -202,19 +202,13 @@ class _Loss(torch.autograd.Function):
 
 def _shard_stats(layer: VocabParallelHead, rows: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
     """[4, N] of this shard's valid rows: max, sum of exp relative to it, target's logit or 0, sum of logits."""
-    if layer.num_valid:
-        valid = weight[: layer.num_valid]
-        return head_stats(rows, valid, targets, layer.vocab_start, layer.softcap)
-    stats = rows.new_zeros(4, rows.shape[0], dtype=torch.promote_types(rows.dtype, torch.float32))
-    stats[0] = float("-inf")
-    return stats
+    return head_stats(rows, weight[: layer.num_valid], targets, layer.vocab_start, layer.softcap)
 
 
 def _merge(stats: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
     """(log-sum-exp, target's logit, sum of logits) per token over all shards: equal bits on every rank."""
     if axis.size == 1:
-        top, sum_exp, hit, total = stats.unbind(0)
-        return top + sum_exp.log(), hit, total
+        return merge_stats(stats)
     shards = all_gather(stats, axis).view(axis.size, 4, -1)
     top = shards[:, 0].amax(0)
     sum_exp = (shards[:, 1] * torch.exp(shards[:, 0] - top)).sum(0)
@@ -228,8 +222,6 @@ def _shard_grad(
 ) -> Tensor | None:  # fmt: skip
     """Returns this shard's part of dx [N, D]; adds its weight gradient to where it lives. Does not notify."""
     out = grad_home(layer.weight)[: layer.num_valid] if need_dweight else None
-    if not layer.num_valid:
-        return torch.zeros_like(rows) if need_dx else None
     dx = head_grad(
         rows, weight[: layer.num_valid], targets, lse, dloss.to(lse.dtype), out, layer.vocab_start,
         layer.vocab_size, layer.label_smoothing, layer.z_loss, layer.softcap, need_dx,

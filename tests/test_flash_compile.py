@@ -8,8 +8,9 @@ import torch
 
 from plait.kernels import flash_points
 from plait.kernels.attention_plain import Options
-from plait.kernels.flash_tiles import TILES, Choice, arch_of, delta_rows, fits_descriptor, tile_of
+from plait.kernels.flash_tiles import TILES, Choice, delta_rows, fits_descriptor, tile_of
 from plait.kernels.inspect import compile_offline
+from plait.kernels.launch import arch_of
 from tests.cases import needs_compiler
 
 ARCHS = ("sm_80", "sm_90", "sm_100")

@@ -365,7 +365,7 @@ def test_gate_and_up_in_one_pass(shape, dtype):
                 for pre in (gate_up, None):
                     if out.numel():
                         how = Plan(arch, TILES[1], 1)
-                        matmul_launch.run([matmul_launch.swiglu_launch(x, strided, out, pre, how)])
+                        matmul_launch.run_launches([matmul_launch.swiglu_launch(x, strided, out, pre, how)])
             exact = linear_swiglu_ref(x.double(), weight.double())
             gate, up = (x @ weight.t()).chunk(2, -1)
             no_worse_than_torch(out, torch.nn.functional.silu(gate) * up, exact, f"out by {arch}")
@@ -507,7 +507,7 @@ def test_the_gated_form_reads_x_once_per_tile_for_both_products():
     x, weight = normal(20, 32).float(), normal(2 * 64, 32, seed=1).float()
     out, gate_up = torch.empty(20, 64), torch.empty(20, 128)
     with counted() as total:
-        matmul_launch.run([matmul_launch.swiglu_launch(x, weight, out, gate_up, Plan(90, TILES[1], 1))])
+        matmul_launch.run_launches([matmul_launch.swiglu_launch(x, weight, out, gate_up, Plan(90, TILES[1], 1))])
     assert tuple(total) == (4 * 32 * (20 + 128), 4 * 20 * (64 + 128))
 
 
@@ -596,5 +596,5 @@ def test_the_allocator_of_descriptors_is_not_left_set():
     from triton.runtime import _allocation
 
     before = _allocation._allocator.get()
-    matmul_launch.run([])
+    matmul_launch.run_launches([])
     assert _allocation._allocator.get() is before
