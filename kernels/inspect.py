@@ -48,6 +48,11 @@ class Facts(NamedTuple):
         return sum(number for opcode, number in self.instructions.items() if opcode.startswith(prefix))
 
 
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """A tensor of this shape without memory: what a launch to be inspected takes."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
 def parse_arch(arch: str) -> int:
     """ "sm_90" or "90" as 90; ValueError otherwise."""
     match = re.fullmatch(r"(?:sm_)?(\d{2,3})a?", arch)

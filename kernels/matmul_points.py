@@ -10,17 +10,13 @@ from functools import partial
 import torch
 
 from plait.kernels import activations
-from plait.kernels.inspect import parse_arch
+from plait.kernels.inspect import meta, parse_arch
 from plait.kernels.launch import Launch
 from plait.kernels.matmul_launch import Epilogue, plan, product_launches, swiglu_launch
 
 _TOKENS, _MODEL, _FFN, _SHARD = 8192, 4096, 14336, 512
 # The most that one launch does at once: the registers that each tile must fit.
 _GELU, _SILU = 1, 3
-
-
-def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _product(
@@ -32,42 +28,42 @@ def _product(
 def _forward(num_rows: int, dropout: bool, arch: str = "sm_90", stage: int = 0) -> Launch:
     """Bias, gelu and residual; pre is kept."""
     width = _MODEL if num_rows == _TOKENS else _SHARD
-    out, rng = _meta(num_rows, width), _meta(2, dtype=torch.int64)
+    out, rng = meta(num_rows, width), meta(2, dtype=torch.int64)
     mask = (rng, 0.1, 0, 0, 0) if dropout else None
-    extra = Epilogue(_meta(width), _GELU, True, 0, out, mask, num_rows, out)
+    extra = Epilogue(meta(width), _GELU, True, 0, out, mask, num_rows, out)
     op = "dropout" if dropout else "epilogue"
-    return _product(op, _meta(num_rows, _MODEL), _meta(width, _MODEL), out, extra, arch, stage)
+    return _product(op, meta(num_rows, _MODEL), meta(width, _MODEL), out, extra, arch, stage)
 
 
 def _plain(op: str, arch: str = "sm_90", dtype: torch.dtype = torch.bfloat16) -> Launch:
     """The product of forward (with bias), dgrad or wgrad alone."""
-    x, weight = _meta(_TOKENS, _MODEL, dtype=dtype), _meta(_MODEL, _MODEL, dtype=dtype)
+    x, weight = meta(_TOKENS, _MODEL, dtype=dtype), meta(_MODEL, _MODEL, dtype=dtype)
     if op == "wgrad":
         return _product(op, x.t(), x.t(), weight, Epilogue(), arch)
-    b, bias = (weight.t(), None) if op == "dgrad" else (weight, _meta(_MODEL, dtype=dtype))
+    b, bias = (weight.t(), None) if op == "dgrad" else (weight, meta(_MODEL, dtype=dtype))
     return _product(op, x, b, x, Epilogue(bias=bias), arch)
 
 
 def _slope(arch: str = "sm_90") -> Launch:
-    x = _meta(_TOKENS, _MODEL)
-    return _product("slope", x, _meta(_MODEL, _MODEL).t(), x, Epilogue(slope=_GELU, pre=x), arch)
+    x = meta(_TOKENS, _MODEL)
+    return _product("slope", x, meta(_MODEL, _MODEL).t(), x, Epilogue(slope=_GELU, pre=x), arch)
 
 
 def _wgrad_wide(arch: str = "sm_90") -> Launch:
     """Into an fp32 main gradient, with the bias gradient."""
-    x, out = _meta(_TOKENS, _MODEL), _meta(_MODEL, _MODEL, dtype=torch.float32)
-    extra = Epilogue(accumulate=True, sums=_meta(_MODEL, dtype=torch.float32))
+    x, out = meta(_TOKENS, _MODEL), meta(_MODEL, _MODEL, dtype=torch.float32)
+    extra = Epilogue(accumulate=True, sums=meta(_MODEL, dtype=torch.float32))
     return _product("wgrad_wide", x.t(), x.t(), out, extra, arch)
 
 
 def _gated(arch: str = "sm_90") -> Launch:
-    x, weight, gate_up = _meta(_TOKENS, _MODEL), _meta(2 * _FFN, _MODEL), _meta(_TOKENS, 2 * _FFN)
-    return swiglu_launch(x, weight, _meta(_TOKENS, _FFN), gate_up, plan("swiglu", x, weight, parse_arch(arch)))
+    x, weight, gate_up = meta(_TOKENS, _MODEL), meta(2 * _FFN, _MODEL), meta(_TOKENS, 2 * _FFN)
+    return swiglu_launch(x, weight, meta(_TOKENS, _FFN), gate_up, plan("swiglu", x, weight, parse_arch(arch)))
 
 
 def _activation(arch: str = "sm_90") -> Launch:
-    x, mask = _meta(_TOKENS, _MODEL), (_meta(2, dtype=torch.int64), 0.1, 0, 0, 0)
-    return activations.backward_launch(x, x, _SILU, mask, x, _meta(64, _MODEL, dtype=torch.float32))
+    x, mask = meta(_TOKENS, _MODEL), (meta(2, dtype=torch.int64), 0.1, 0, 0, 0)
+    return activations.backward_launch(x, x, _SILU, mask, x, meta(64, _MODEL, dtype=torch.float32))
 
 
 def points() -> dict[str, Callable[..., Launch]]:

@@ -9,31 +9,28 @@ from functools import partial
 import torch
 
 from plait.kernels import flash_points, gated, loss_points, matmul_points, norm_rows, rotary_triton, stream_points
+from plait.kernels.inspect import meta
 from plait.kernels.launch import Launch
-
-
-def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _norm(num_cols: int, backward: bool, residual: bool = False, centred: bool = False) -> Launch:
     """rms_norm, or (centred) layer_norm with a bias."""
-    x, weight, rstd = _meta(8192, num_cols), _meta(num_cols), _meta(8192, dtype=torch.float32)
+    x, weight, rstd = meta(8192, num_cols), meta(num_cols), meta(8192, dtype=torch.float32)
     extra, mean, bias = x if residual else None, rstd if centred else None, weight if centred else None
     if backward:
-        sums = _meta(257, num_cols, dtype=torch.float32)
+        sums = meta(257, num_cols, dtype=torch.float32)
         dbias = sums if centred else None
         return norm_rows.backward_launch(x, x, weight, mean, rstd, extra, x, sums, dbias, 257)
     return norm_rows.forward_launch(x, extra, weight, bias, 1e-6, x, x, mean, rstd)
 
 
 def _swiglu(num_cols: int, backward: bool) -> Launch:
-    gate_up, out = _meta(8192, 2 * num_cols), _meta(8192, num_cols)
+    gate_up, out = meta(8192, 2 * num_cols), meta(8192, num_cols)
     return gated.backward_launch(out, gate_up, gate_up) if backward else gated.forward_launch(gate_up, out)
 
 
 def _geglu(num_cols: int, backward: bool, tanh: bool) -> Launch:
-    gate_up, out = _meta(8192, 2 * num_cols), _meta(8192, num_cols)
+    gate_up, out = meta(8192, 2 * num_cols), meta(8192, num_cols)
     if backward:
         return gated.geglu_backward_launch(out, gate_up, gate_up, tanh)
     return gated.geglu_forward_launch(gate_up, out, tanh)
@@ -41,15 +38,15 @@ def _geglu(num_cols: int, backward: bool, tanh: bool) -> Launch:
 
 def _rope(head_dim: int, interleaved: bool, packed: bool = False) -> Launch:
     """q and k into new tensors, or (packed) q and k side by side in a packed projection, in place."""
-    table = _meta(4096, head_dim // 2, dtype=torch.float32)
+    table = meta(4096, head_dim // 2, dtype=torch.float32)
     angles = rotary_triton.Angles(table, table, 0, head_dim // 2, 1)
-    q, k = _meta(2, 4096, 32, head_dim), _meta(2, 4096, 8, head_dim)
-    both = _meta(2, 4096, 48, head_dim)[:, :, :40]
+    q, k = meta(2, 4096, 32, head_dim), meta(2, 4096, 8, head_dim)
+    both = meta(2, 4096, 48, head_dim)[:, :, :40]
     turn = partial(rotary_triton.rope_launch, angles=angles, num_pairs=head_dim // 2, inverse=False)
     launch = (
         turn(both, None, both, None, interleaved=interleaved)
         if packed
-        else turn(q, k, _meta(*q.shape), _meta(*k.shape), interleaved=interleaved)
+        else turn(q, k, meta(*q.shape), meta(*k.shape), interleaved=interleaved)
     )
     assert launch is not None
     return launch

@@ -9,31 +9,28 @@ from functools import partial
 import torch
 
 from plait.kernels import adamw_triton, dropout_op, embed_triton, norms
+from plait.kernels.inspect import meta
 from plait.kernels.launch import Launch
 
 _NUMEL, _TOKENS, _MODEL, _VOCAB = 1 << 24, 8192, 4096, 65536
 _NUMBERS = (0.999, 0.001, 0.05, 0.9, 0.1, 0.95, 0.05, 1e-8)
 
 
-def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
 def _table() -> torch.Tensor:
-    return _meta(1 << 12, dtype=torch.int64)
+    return meta(1 << 12, dtype=torch.int64)
 
 
 def _adamw(kind: str, dtypes: str) -> Launch:
     """fp32 alone; bf16 with masters and a clipping factor; bf16 rounded stochastically, all scalars on the device."""
-    wide, scalar = _meta(_NUMEL, dtype=torch.float32), torch.empty((), device="meta")
+    wide, scalar = meta(_NUMEL, dtype=torch.float32), torch.empty((), device="meta")
     tensors = [wide] * 4
     step = adamw_triton.Step(_NUMBERS)
     if dtypes == "bf16_master":
-        tensors = [_meta(_NUMEL), *[wide] * 4]
+        tensors = [meta(_NUMEL), *[wide] * 4]
         step = step._replace(grad_scale=scalar)
     elif dtypes == "bf16_rounded":
-        tensors = [_meta(_NUMEL), _meta(_NUMEL), wide, wide]
-        rng, schedule = _meta(2, dtype=torch.int64), _meta(3, dtype=torch.float32)
+        tensors = [meta(_NUMEL), meta(_NUMEL), wide, wide]
+        rng, schedule = meta(2, dtype=torch.int64), meta(3, dtype=torch.float32)
         step = step._replace(schedule=schedule, grad_scale=scalar, loss_scale=scalar, rng=rng)
     if kind == "run":
         return adamw_triton.run_launch(tensors, step, 0)
@@ -44,9 +41,9 @@ def _adamw(kind: str, dtypes: str) -> Launch:
 
 
 def _l2_norm(kind: str, dtype: torch.dtype) -> Launch:
-    partial_sums = _meta(1 << 13, dtype=torch.float32)
+    partial_sums = meta(1 << 13, dtype=torch.float32)
     if kind == "run":
-        return norms.run_launch(_meta(_NUMEL, dtype=dtype), partial_sums, 4)
+        return norms.run_launch(meta(_NUMEL, dtype=dtype), partial_sums, 4)
     strided = kind == "strided"
     return norms.table_launch(
         _table(), partial_sums, 100, 1 << 13, 4, dtype, aligned=kind == "table", strided=strided
@@ -54,20 +51,20 @@ def _l2_norm(kind: str, dtype: torch.dtype) -> Launch:
 
 
 def _dropout(dtype: torch.dtype) -> Launch:
-    x = _meta(2, _TOKENS, _MODEL, dtype=dtype)
-    return dropout_op.forward_launch(x, _meta(2, dtype=torch.int64), 0.1, 0, 0, 0, _meta(*x.shape, dtype=dtype))
+    x = meta(2, _TOKENS, _MODEL, dtype=dtype)
+    return dropout_op.forward_launch(x, meta(2, dtype=torch.int64), 0.1, 0, 0, 0, meta(*x.shape, dtype=dtype))
 
 
 def _embedding(dtype: torch.dtype) -> Launch:
-    tokens, weight = _meta(_TOKENS, dtype=torch.int64), _meta(_VOCAB, _MODEL, dtype=dtype)
-    return embed_triton.forward_launch(tokens, weight, 0, _meta(_TOKENS, _MODEL, dtype=dtype))
+    tokens, weight = meta(_TOKENS, dtype=torch.int64), meta(_VOCAB, _MODEL, dtype=dtype)
+    return embed_triton.forward_launch(tokens, weight, 0, meta(_TOKENS, _MODEL, dtype=dtype))
 
 
 def _embedding_gradient(stage: int, accumulate: bool) -> Launch:
     """From bf16 into an fp32 main gradient, or into a bf16 one of its own."""
-    keys, dout = _meta(_TOKENS, dtype=torch.int64), _meta(_TOKENS, _MODEL)
-    out = _meta(_VOCAB, _MODEL, dtype=torch.float32 if accumulate else torch.bfloat16)
-    partial_sums = _meta(_TOKENS // 16, 2, _MODEL, dtype=torch.float32)
+    keys, dout = meta(_TOKENS, dtype=torch.int64), meta(_TOKENS, _MODEL)
+    out = meta(_VOCAB, _MODEL, dtype=torch.float32 if accumulate else torch.bfloat16)
+    partial_sums = meta(_TOKENS // 16, 2, _MODEL, dtype=torch.float32)
     return embed_triton.gradient_launches(dout, keys, keys, partial_sums, out, accumulate)[stage]
 
 
