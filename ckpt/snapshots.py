@@ -8,30 +8,29 @@ Thread rule: one training thread calls the methods. The thread is started by the
 
 from __future__ import annotations
 
-import queue
 import secrets
 import threading
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from plait import _C
 from plait.ckpt.agree import Agreement
-from plait.ckpt.capture import Captured, Capturer
-from plait.ckpt.commit import Writer, abort, await_commit, bury, coordinate, post_error, publish_latest, write_part
+from plait.ckpt.background import Background, Ownership
+from plait.ckpt.capture import Capturer
+from plait.ckpt.commit import Writer
 from plait.ckpt.errors import SnapshotError
-from plait.ckpt.folders import collect_garbage, parse_step, publish, remove_folder, session_attempts
+from plait.ckpt.folders import collect_garbage, publish
 from plait.ckpt.handle import Handle
-from plait.ckpt.keep import Policy, retain
+from plait.ckpt.keep import Policy
 from plait.ckpt.lock import RootLock
 from plait.ckpt.manifest import FORMATS, RUN, Run, from_bytes, to_bytes
 from plait.ckpt.restore import Restored, Wanted, newest_valid, restore_state
 from plait.ckpt.state import flatten
 
 _RUN_BYTES = 4096
-_GRACE_S = 30.0  # how long a program that fails, or ends without close(), still waits for a save in flight
+_GRACE_S = 30.0  # how long a program that fails still waits for a save in flight
 
 
 class Snapshots:
@@ -79,21 +78,20 @@ class Snapshots:
         self._session = f"{(secrets.randbits(64) if session is None else session) & (2**64 - 1):016x}"
         self._grid = dict(grid or {})
         self._io = io or _C.PosixIo()
-        self._threads, self._read_only = threads, read_only
-        self._stop = threading.Event()
-        self._writer = Writer(
-            self._io, self.root, rank, world_size, threads, rate_limit, direct, timeout_s, self._stop
+        self._threads = threads
+        writer = Writer(
+            self._io, self.root, rank, world_size, threads, rate_limit, direct, timeout_s, threading.Event()
         )
-        self._agreement = Agreement(self._writer, Path(agreement_root or root).absolute(), self._session)
+        self._agreement = Agreement(writer, Path(agreement_root or root).absolute(), self._session)
         self._capturer: Capturer | None = None
+        self._background: Background | None = None
         self._lock: RootLock | None = None
-        self._run = ""
         self._sequence = 0
         self._last: Handle | None = None
-        self._thread: threading.Thread | None = None
-        self._jobs: queue.SimpleQueue[tuple[Handle, Captured] | None] = queue.SimpleQueue()
         if not read_only:
-            self._open(pool_bytes, pin)
+            owned = self._own()
+            self._background = Background(writer, self._session, self.policy, self._agreement, self._grid, owned)
+            self._capturer = Capturer(rank, world_size, pool_bytes, threads, pin)
 
     def save(self, step: int, state: dict[str, Any], *, force: bool = False) -> Handle:
         """Captures `state` as it is now and returns; writing and commit go on in the background.
@@ -103,7 +101,7 @@ class Snapshots:
         skipping would leave ranks with different ideas of what was saved. Raises an earlier save's error first,
         StateError for what cannot be stored; nothing of this step is then written.
         """
-        if self._read_only or self._capturer is None:
+        if self._background is None or self._capturer is None:
             raise SnapshotError(f"'{self.root}' was opened read-only, or is closed: nothing can be saved")
         if type(step) is not int or step < 0:
             raise ValueError(f"step={step!r}: must be an integer >= 0")
@@ -118,13 +116,11 @@ class Snapshots:
         try:
             captured = self._capturer.capture(flatten(state))
         except BaseException as error:
-            if self.world_size > 1:
-                (self._tell if self.rank else self._abort)(self._attempt(handle), error)
+            self._background.refuse(handle, error)
             raise
         handle.began, handle.waited_s, handle.nbytes = began, waited_s, captured.num_bytes
-        self._start_thread()
         self._last = handle
-        self._jobs.put((handle, captured))
+        self._background.submit(handle, captured, self._capturer)
         handle.stall_s = time.monotonic() - began
         return handle
 
@@ -172,15 +168,10 @@ class Snapshots:
         """
         if self._last is not None:
             self._last.settle(timeout_s)
-        if self._lock is not None and (self._last is None or self._last.done()):
-            for path in session_attempts(self.root, self._session):
-                if not bury(self._writer, path):
-                    break
-        self._stop.set()
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._thread.join()
-            self._thread = None
+        if self._background is not None:
+            if self._lock is not None and (self._last is None or self._last.done()):
+                self._background.bury()
+            self._background.close()
         if self._capturer is not None:
             self._capturer.close()
             self._capturer = None
@@ -201,97 +192,24 @@ class Snapshots:
         except (SnapshotError, OSError) as later:
             error.add_note(f"and closing the snapshots failed: {later}")
 
-    def _open(self, pool_bytes: int, pin: bool) -> None:
+    def _own(self) -> Ownership | None:
+        """Makes the folder; on rank 0 takes the LOCK and removes what dead attempts left."""
         new = not self.root.is_dir()
         self.root.mkdir(parents=True, exist_ok=True)
-        if self.rank == 0:
-            if new:
-                _C.fsync_dir(self._io, self.root.parent)
-            self._lock = RootLock(self.root, self._session)
-            try:
-                collect_garbage(self._io, self.root, self._session)
-                self._run = self._run_id()
-            except BaseException:
-                self._lock.close()
-                raise
-        self._capturer = Capturer(self.rank, self.world_size, pool_bytes, self._threads, pin)
+        if self.rank != 0:
+            return None
+        if new:
+            _C.fsync_dir(self._io, self.root.parent)
+        self._lock = RootLock(self.root, self._session)
+        try:
+            collect_garbage(self._io, self.root, self._session)
+            return Ownership(self._lock, self._run_id())
+        except BaseException:
+            self._lock.close()
+            raise
 
     def _run_id(self) -> str:
         path = self.root / RUN
         if not path.exists():
             publish(self._io, path, to_bytes(Run(FORMATS[Run], secrets.token_hex(16))))
         return from_bytes(Run, _C.read_small(self._io, path, _RUN_BYTES), f"'{path}'").run
-
-    def _attempt(self, handle: Handle) -> str:
-        return f"{handle.step}-{self._session}-{handle.sequence}"
-
-    def _start_thread(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=f"plait-snapshots-{self.rank}", daemon=True)
-            self._thread.start()
-            weakref.finalize(self, _finish, self._jobs, self._thread)  # a program that ends without close()
-
-    def _work(self) -> None:
-        """The writing thread: one save after the other until None."""
-        while (job := self._jobs.get()) is not None:
-            handle, captured = job
-            error: BaseException | None = None
-            try:
-                self._write(handle, captured)
-            except BaseException as caught:  # kept for the training thread
-                error = caught
-            handle.finish(error)
-
-    def _write(self, handle: Handle, captured: Captured) -> None:
-        attempt, writer, capturer = self._attempt(handle), self._writer, self._capturer
-        assert capturer is not None
-        if self.rank != 0:
-            try:
-                write_part(writer, attempt, handle.step, captured, capturer)
-            except BaseException as error:
-                self._tell(attempt, error)
-                raise
-            handle.committed(await_commit(writer, attempt, handle.step))
-            return
-        assert self._lock is not None
-        try:
-            write_part(writer, attempt, handle.step, captured, capturer)
-            folder = coordinate(writer, attempt, handle.step, self._lock, self._run, self._grid)
-        except BaseException as error:
-            self._abort(attempt, error)
-            raise
-        handle.committed(folder)
-        publish_latest(writer, folder)
-        self._tidy(folder, handle.sequence)
-
-    def _tell(self, attempt: str, error: BaseException) -> None:
-        """Tells the coordinator that this rank failed, so that nobody waits for it."""
-        try:
-            post_error(self._writer, attempt, str(error))
-        except OSError as later:  # then the coordinator's time limit names this rank
-            error.add_note(f"and the coordinator could not be told: {later}")
-
-    def _abort(self, attempt: str, error: BaseException) -> None:
-        try:
-            abort(self._writer, attempt, str(error))
-        except OSError as later:  # the disk that failed the save may fail the clean-up; the next owner removes it
-            error.add_note(f"and its remains could not be removed: {later}")
-
-    def _tidy(self, folder: Path, sequence: int) -> None:
-        """After a commit: retention, and the remains of this launch's failed attempts, which all ranks are past.
-
-        Attempts after `sequence` are not: other ranks may be writing the next one already.
-        """
-        written = parse_step(folder)
-        assert written is not None
-        retain(self._io, self.root, self.policy, written, self._run, self._session)
-        self._agreement.clear()
-        for path in session_attempts(self.root, self._session):
-            if int(path.name.rpartition("-")[2]) < sequence:
-                remove_folder(self._io, path)
-
-
-def _finish(jobs: queue.SimpleQueue[tuple[Handle, Captured] | None], thread: threading.Thread) -> None:
-    """At the end of the program: lets the thread finish the save in flight."""
-    jobs.put(None)
-    thread.join(_GRACE_S)

@@ -503,13 +503,13 @@ def test_after_a_failed_attempt_the_next_one_works_and_tidies_up(tmp_path):
 
     def save(rank):
         with Snapshots(tmp_path, rank=rank, world_size=2, session=9, timeout_s=30) as snapshots:
-            good = snapshots._writer
+            good = snapshots._background.writer
             if rank == 1:
-                snapshots._writer = dataclasses.replace(good, io=failing("fallocate", 28))
+                snapshots._background.writer = dataclasses.replace(good, io=failing("fallocate", 28))
             with pytest.raises((SnapshotError, OSError), match="fallocate"):
                 snapshots.save(1, {"w": torch.zeros(1_000_000)}).wait()
             assert rank == 1 or not list(tmp_path.glob(".tmp-1-*/*.safetensors"))
-            snapshots._writer = good
+            snapshots._background.writer = good
             snapshots.save(2, small_state(2)).wait()
 
     on_ranks(2, save)

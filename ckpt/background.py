@@ -1,0 +1,150 @@
+"""The thread that writes what was captured and commits it: one save after the other, errors kept for the handle.
+
+Not a pool and not a policy. The one idea: everything after the capture happens here, in the order of docs/format.md,
+and the training thread learns of it only through the handle.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from plait.ckpt.agree import Agreement
+from plait.ckpt.capture import Captured, Capturer
+from plait.ckpt.commit import Writer, abort, await_commit, bury, coordinate, post_error, publish_latest, write_part
+from plait.ckpt.folders import parse_step, remove_folder, session_attempts
+from plait.ckpt.handle import Handle
+from plait.ckpt.keep import Policy, retain
+from plait.ckpt.lock import RootLock
+
+_GRACE_S = 30.0  # how long a program that ends without close() still waits for a save in flight
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """What rank 0 of a launch holds while it writes: the LOCK, and the id of the run in this folder."""
+
+    lock: RootLock
+    run: str
+
+
+class Background:
+    """Owns the writing thread, which the first save starts and `close()` ends.
+
+    Thread rule: the training thread calls the public methods. `writer` may be replaced between saves.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        session: str,
+        policy: Policy,
+        agreement: Agreement,
+        grid: Mapping[str, int],
+        owned: Ownership | None,
+    ) -> None:
+        self.writer = writer
+        self._session, self._policy, self._agreement = session, policy, agreement
+        self._grid, self._owned = dict(grid), owned
+        self._thread: threading.Thread | None = None
+        self._jobs: queue.SimpleQueue[tuple[Handle, Captured, Capturer] | None] = queue.SimpleQueue()
+
+    def submit(self, handle: Handle, captured: Captured, capturer: Capturer) -> None:
+        """Hands a captured state over. The capturer's pool belongs to the save until the handle is done."""
+        if self._thread is None:
+            name = f"plait-snapshots-{self.writer.rank}"
+            self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+            self._thread.start()
+            weakref.finalize(self, _finish, self._jobs, self._thread)  # a program that ends without close()
+        self._jobs.put((handle, captured, capturer))
+
+    def refuse(self, handle: Handle, error: BaseException) -> None:
+        """Tells the other ranks that nothing of this save was captured here, so that nobody waits for it."""
+        if self.writer.world_size > 1:
+            (self._tell if self._owned is None else self._abort)(self._attempt(handle), error)
+
+    def bury(self) -> None:
+        """Rank 0: removes this launch's failed attempts once all ranks are past them."""
+        for path in session_attempts(self.writer.root, self._session):
+            if not bury(self.writer, path):
+                break
+
+    def close(self) -> None:
+        """Ends all waiting for other ranks, and the thread."""
+        self.writer.stop.set()
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _attempt(self, handle: Handle) -> str:
+        return f"{handle.step}-{self._session}-{handle.sequence}"
+
+    def _work(self) -> None:
+        """The writing thread: one save after the other until None."""
+        while (job := self._jobs.get()) is not None:
+            handle, captured, capturer = job
+            error: BaseException | None = None
+            try:
+                self._write(handle, captured, capturer)
+            except BaseException as caught:  # kept for the training thread
+                error = caught
+            del job, captured, capturer  # nothing of this save stays alive while the thread waits for the next
+            handle.finish(error)
+
+    def _write(self, handle: Handle, captured: Captured, capturer: Capturer) -> None:
+        attempt, writer = self._attempt(handle), self.writer
+        if self._owned is None:
+            try:
+                write_part(writer, attempt, handle.step, captured, capturer)
+            except BaseException as error:
+                self._tell(attempt, error)
+                raise
+            handle.committed(await_commit(writer, attempt, handle.step))
+            return
+        try:
+            write_part(writer, attempt, handle.step, captured, capturer)
+            folder = coordinate(writer, attempt, handle.step, self._owned.lock, self._owned.run, self._grid)
+        except BaseException as error:
+            self._abort(attempt, error)
+            raise
+        handle.committed(folder)
+        publish_latest(writer, folder)
+        self._tidy(folder, handle.sequence)
+
+    def _tell(self, attempt: str, error: BaseException) -> None:
+        """Tells the coordinator that this rank failed, so that nobody waits for it."""
+        try:
+            post_error(self.writer, attempt, str(error))
+        except OSError as later:  # then the coordinator's time limit names this rank
+            error.add_note(f"and the coordinator could not be told: {later}")
+
+    def _abort(self, attempt: str, error: BaseException) -> None:
+        try:
+            abort(self.writer, attempt, str(error))
+        except OSError as later:  # the disk that failed the save may fail the clean-up; the next owner removes it
+            error.add_note(f"and its remains could not be removed: {later}")
+
+    def _tidy(self, folder: Path, sequence: int) -> None:
+        """After a commit: retention, and the remains of this launch's failed attempts, which all ranks are past.
+
+        Attempts after `sequence` are not: other ranks may be writing the next one already.
+        """
+        written = parse_step(folder)
+        assert written is not None and self._owned is not None
+        writer = self.writer
+        retain(writer.io, writer.root, self._policy, written, self._owned.run, self._session)
+        self._agreement.clear()
+        for path in session_attempts(writer.root, self._session):
+            if int(path.name.rpartition("-")[2]) < sequence:
+                remove_folder(writer.io, path)
+
+
+def _finish(jobs: queue.SimpleQueue[tuple[Handle, Captured, Capturer] | None], thread: threading.Thread) -> None:
+    """At the end of the program: lets the thread finish the save in flight."""
+    jobs.put(None)
+    thread.join(_GRACE_S)
