@@ -1,7 +1,7 @@
 """What the compiler made of a kernel: registers, spills, shared memory, instruction mix. No GPU and no driver needed.
 
 Takes a `Launch` whose tensors may be on the meta device, compiles it for an architecture as triton would on a card
-(same hints: divisible by 16, equal to 1), and reads the machine code with the tools in the triton wheel. Does not
+(the same hints, options and cache key), and reads the machine code with the tools in the triton wheel. Does not
 judge: limits belong to the caller. Not possible in the interpreter, where kernels are not compiled.
 """
 
@@ -15,19 +15,10 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
 
 from plait.kernels.launch import INTERPRETED, Launch
-
-_POINTERS = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.float64: "*fp64",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
-_DIVISIBLE = [["tt.divisibility", 16]]
 
 
 class Facts(NamedTuple):
@@ -61,27 +52,33 @@ def parse_arch(arch: str) -> int:
     return int(match.group(1))
 
 
-def _source(launch: Launch) -> Any:
-    """The launch's kernel specialised as triton specialises its arguments."""
-    signature: dict[str, str] = {}
-    constants: dict[str, Any] = {}
-    hints: dict[tuple[int, ...], Any] = {}
-    names = launch.kernel.arg_names
-    values = dict(zip(names, launch.arguments, strict=False)) | launch.constants
-    for position, name in enumerate(names):
-        value = values[name]
-        if name in launch.constants or (type(value) is int and value == 1):
-            signature[name], constants[name] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[name] = _POINTERS[value.dtype]
-            hints[(position,)] = _DIVISIBLE
-        elif isinstance(value, float):
-            signature[name] = "fp32"
-        else:
-            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value % 16 == 0:
-                hints[(position,)] = _DIVISIBLE
-    return ASTSource(launch.kernel, signature, constexprs=constants, attrs=hints)
+def specialised(launch: Launch, arch: str) -> tuple[ASTSource, dict[str, Any], GPUTarget]:
+    """(source, options, target) that `launch` is compiled from on a card of `arch`.
+
+    Made by the functions that the JIT itself calls, so that both look under the same key of triton's cache; pointers
+    of meta tensors count from 0. RuntimeError in interpreter mode, ValueError on an unknown arch.
+    """
+    if INTERPRETED:
+        raise RuntimeError("kernels are interpreted in this process, so none is compiled; unset TRITON_INTERPRET")
+    target = GPUTarget("cuda", parse_arch(arch), 32)
+    backend = make_backend(target)
+    kernel = launch.kernel
+    keywords = launch.keywords()
+    # What JITFunction.run adds: triton's own switches, each where this version has it.
+    keywords["debug"] = kernel.debug or triton.knobs.runtime.debug
+    for switch in ("instrumentation_mode", "fpsan_homomorphic_casts"):
+        if hasattr(triton.knobs.compilation, switch):
+            keywords[switch] = getattr(triton.knobs.compilation, switch)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, options = bind(*launch.arguments, **keywords)
+    options, signature, constants, attrs = kernel._pack_args(backend, keywords, bound, specialization, options)
+    return ASTSource(kernel, signature, constants, attrs), dict(options.__dict__), target
+
+
+def compile_launch(launch: Launch, arch: str = "sm_90") -> Any:
+    """triton's compiled kernel, out of its cache or into it: where a launch on a card of `arch` looks for it."""
+    source, options, target = specialised(launch, arch)
+    return triton.compile(source, target=target, options=options)
 
 
 def _tool(name: str) -> str:
@@ -106,11 +103,7 @@ def _machine_code(cubin: bytes) -> tuple[str, str]:
 
 def compile_offline(launch: Launch, arch: str = "sm_90") -> Facts:
     """Compiles for `arch` and reads the result. RuntimeError in interpreter mode, ValueError on an unknown arch."""
-    if INTERPRETED:
-        raise RuntimeError("compile_offline: kernels are interpreted in this process; unset TRITON_INTERPRET")
-    number = parse_arch(arch)
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True}
-    compiled = triton.compile(_source(launch), target=GPUTarget("cuda", number, 32), options=options)
+    compiled = compile_launch(launch, arch)
     usage, code = _machine_code(compiled.asm["cubin"])
     resources = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
     # An instruction: an optional predicate, then the opcode, after the address comment.
@@ -119,7 +112,7 @@ def compile_offline(launch: Launch, arch: str = "sm_90") -> Facts:
     local = {kind: sum(n for op, n in mix.items() if op.startswith(kind)) for kind in ("LDL", "STL")}
     return Facts(
         name=launch.kernel.__name__,
-        arch=f"sm_{number}",
+        arch=f"sm_{parse_arch(arch)}",
         registers=resources.get("REG", 0),
         stack_bytes=resources.get("STACK", 0),
         spill_loads=local["LDL"],

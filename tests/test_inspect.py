@@ -1,9 +1,19 @@
-"""Offline compilation: rms_norm, swiglu and attention fit the registers of sm_90, read wide, use no fp64."""
+"""Offline compilation: rms_norm, swiglu and attention fit the registers of sm_90, read wide, use no fp64.
+
+And what is compiled offline is what a card's JIT looks for, under the same key.
+"""
 
 import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime import driver
 
 from plait.kernels import cli
-from plait.kernels.inspect import compile_offline, parse_arch
+from plait.kernels.inspect import compile_offline, meta, parse_arch, specialised
+from plait.kernels.launch import Launch
 from plait.kernels.points import points
 from tests.cases import needs_compiler
 
@@ -98,3 +108,76 @@ def test_list_names_every_point_and_bad_names_exit_with_2(capsys):
 @pytest.mark.parametrize("text,number", [("sm_90", 90), ("90", 90), ("sm_100", 100), ("sm_90a", 90)])
 def test_architecture_names(text, number):
     assert parse_arch(text) == number
+
+
+class Card:
+    """A triton driver that names an architecture and has no device; its number keeps its kernels apart."""
+
+    def __init__(self, arch: int):
+        self.arch = arch
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return self.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Reached(Exception):
+    """The JIT got as far as its compiler."""
+
+
+def key_of(source: object, target: GPUTarget, options: dict) -> tuple[object, ...]:
+    """All of triton's cache key that differs between launches: source with hints, target, options."""
+    return source.hash(), target, make_backend(target).parse_options(dict(options)).hash()  # type: ignore[attr-defined]
+
+
+def jit_key(launch: Launch, arch: int) -> tuple[object, ...]:
+    """The key under which JITFunction.run on a card of `arch` looks for this launch."""
+    found: list[tuple[object, ...]] = []
+
+    def reach(source: object, *, target: GPUTarget, options: dict) -> None:
+        found.append(key_of(source, target, options))
+        raise Reached
+
+    launch.kernel.device_caches.pop(arch, None)
+    launch.kernel.device_caches[arch]  # the first access sets the kernel's compiler, which is replaced here
+    launch.kernel.compile = reach
+    with pytest.raises(Reached):
+        launch.kernel.run(*launch.arguments, grid=launch.grid, warmup=True, **launch.keywords())
+    launch.kernel.device_caches.pop(arch)
+    return found[0]
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_offline_and_jit_look_under_the_same_key(arch, monkeypatch):
+    """Hints of numbers that are not divisible by 16 were left out, so that a card compiled everything again."""
+    monkeypatch.setattr(driver, "_active", Card(arch))
+    for name, make in points().items():
+        launch = make(f"sm_{arch}")
+        source, options, target = specialised(launch, f"sm_{arch}")
+        assert key_of(source, target, options) == jit_key(launch, arch), name
+
+
+@triton.jit(do_not_specialize=["offset"])
+def _odd_kernel(x_ptr, y_ptr, stride, offset, big, factor, flag, absent, BLOCK: tl.constexpr):
+    tl.store(y_ptr + tl.arange(0, BLOCK), 0.0)
+
+
+@needs_compiler
+@pytest.mark.parametrize("stride", [1, 7, 16, 2**31])
+@pytest.mark.parametrize("offset", [0, 1, 16])
+def test_numbers_are_specialised_as_the_jit_does(stride, offset, monkeypatch):
+    """do_not_specialize was not heard: offsets 0 and 1 were compiled as divisible by 16 and as constants."""
+    monkeypatch.setattr(driver, "_active", Card(90))
+    x = meta(64, dtype=torch.float16)
+    arguments = (x, x[3:], stride, offset, 2**40, 0.5, True, None)
+    launch = Launch(_odd_kernel, (1,), arguments, {"BLOCK": 16}, 2, 5)
+    source, options, target = specialised(launch, "sm_90")
+    assert source.signature["offset"] == "i32" and (3,) not in source.constants
+    assert not source.attrs.get((3,)) and not source.attrs.get((1,)) and source.attrs[(0,)]
+    assert key_of(source, target, options) == jit_key(launch, 90)
