@@ -11,6 +11,7 @@ import torch
 
 from plait.kernels.attention_plain import Options
 from plait.kernels.launch import from_table, next_power_of_two
+from plait.kernels.measured import measured
 
 
 class Tile(NamedTuple):
@@ -102,6 +103,8 @@ DESCRIPTOR_TILES: dict[str, dict[int, tuple[tuple[int, Tile], ...]]] = {
 }
 # 32-bit and wider operands run on the CUDA cores: head dim -> tile, on every architecture.
 WIDE_TILES = ((64, Tile(32, 32, 4, 1)), (256, Tile(16, 16, 4, 1)))
+# By (kernel, arch, width, class of derived_tile).
+MEASURED = measured("attention", Tile)
 # Rows of the kernel that makes delta: out and dout are in registers at once (64 rows of 128 spill on sm_100).
 DELTA_ROWS = ((64, 64), (128, 32), (256, 16))
 
@@ -123,24 +126,32 @@ def fits_descriptor(x: torch.Tensor) -> bool:
 
 
 def tile_of(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, arch: int) -> Tile:
-    """The tile of kernel "forward", "dq" or "dkdv" for these tensors."""
+    """The tile of kernel "forward", "dq" or "dkdv" for these tensors: the timed one where there is one."""
     width = padded(max(q.shape[3], v.shape[3]))
+    kind, tile = derived_tile(kernel, width, q, k, v, options, arch)
+    return MEASURED.get((kernel, arch, width, kind), tile)
+
+
+def derived_tile(
+    kernel: str, width: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, arch: int
+) -> tuple[str, Tile]:
+    """(class, tile) of the tables above for channels padded to `width`."""
     if q.element_size() > 2:
-        return from_table(WIDE_TILES, width)
+        return "wide", from_table(WIDE_TILES, width)
     choice: Choice = from_table(TILES[kernel][arch], width)
     # Masks over padded channels cost registers: the kernel of dk and dv has none left, the others with a switch on.
     is_ragged = padded(q.shape[3]) != q.shape[3] or padded(v.shape[3]) != v.shape[3]
     switched = options.dropout_p or options.window or options.softcap
     if is_ragged and (kernel == "dkdv" or switched):
-        return choice.ragged or choice.dropout
+        return "ragged", choice.ragged or choice.dropout
     if options.dropout_p:
-        return choice.dropout
+        return "dropout", choice.dropout
     if options.window or options.softcap:
-        return choice.bounded
+        return "bounded", choice.bounded
     rows = DESCRIPTOR_TILES.get(kernel, {}).get(arch)
     if rows is not None and fits_descriptor(k) and fits_descriptor(v):
-        return from_table(rows, width)
-    return choice.plain
+        return "descriptors", from_table(rows, width)
+    return "plain", choice.plain
 
 
 def delta_rows(value_dim: int) -> int:

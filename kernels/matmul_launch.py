@@ -1,7 +1,7 @@
 """Launchers of the matmul kernels: tile tables, the choice between Triton and torch, grids. No autograd, no checks.
 
 The tables are data, keyed by (op, arch, shape class). Every row here is DERIVED (shared memory, registers and waves,
-and a compile without spills for its arch); none was timed on a card, and a measured row may replace any of them.
+and a compile without spills for its arch); none was timed on a card. A timed row of measured.py goes before it.
 Nothing depends on the card within an arch but the number of programs, which no result depends on: ranks agree.
 """
 
@@ -12,6 +12,7 @@ import torch
 
 from plait.kernels.launch import INTERPRETED, Launch, arch_of, compute_dtype, rows_of, run_launches, triton_dtype
 from plait.kernels.matmul_triton import finish_kernel, matmul_kernel, swiglu_kernel
+from plait.kernels.measured import measured
 from plait.kernels.philox import keep_threshold
 
 # Dropout: (rng, p, sample_offset, row_offset, col_offset).
@@ -69,6 +70,7 @@ TILES: dict[tuple[str, int, str], Tile] = {
     ("swiglu", 100, "large"): Tile(128, 128, 64, 8, 3),
     ("swiglu", 100, "deep"): Tile(128, 128, 64, 8, 3),
 }
+MEASURED = measured("linear", Tile)
 # Multiprocessors of A100, H100/H200, B200: where the card is not at hand, and for shape classes and splits, which
 # must be the same on every card of an arch.
 MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
@@ -166,7 +168,7 @@ def plan(op: str, a: torch.Tensor, b: torch.Tensor, arch: int | None = None) -> 
     kind = shape_class(num_rows, num_cols, num_inner, a.element_size(), arch)
     if not (fits_descriptor(a, 90) and fits_descriptor(b, 90)):  # on sm_80 too: 16-byte copies need the same
         kind = "narrow"
-    tile = TILES.get((op, arch, kind)) or TILES["any", arch, kind]
+    tile = MEASURED.get((op, arch, kind)) or TILES.get((op, arch, kind)) or TILES["any", arch, kind]
     return Plan(arch, tile, 1 if op == "swiglu" else splits_of(tile, num_rows, num_cols, num_inner, arch))
 
 
