@@ -9,6 +9,7 @@ import contextvars
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +64,7 @@ class Launch(NamedTuple):
 
 
 def signature_of(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a compiled kernel depends on: of a tensor (dtype, aligned to 16 bytes), integers whole, of a float none."""
+    """All that a compiled kernel depends on: (dtype, aligned to 16 bytes) of tensors, integers whole, no float."""
     return tuple(
         [
             x if (kind := type(x)) is int else kind if kind is float else (x.dtype, x.data_ptr() & 15 == 0)
@@ -72,7 +73,8 @@ def signature_of(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
-class _Pointer(NamedTuple):
+@dataclass(frozen=True)
+class _Pointer:
     """Stands for a tensor where a kernel is compiled: all of it that triton looks at."""
 
     dtype: torch.dtype
@@ -112,6 +114,12 @@ def run_launches(launches: Sequence[Launch]) -> None:
     contextvars.copy_context().run(_run_with_scratch, launches)
 
 
+def table_arch(capability: int) -> int:
+    """80, 90 or 100: the row of the tables that serves cards of a compute capability such as 86, 90 or 103."""
+    # Cards of capability 12 have the shared memory and the matmul instructions of the 8 series.
+    return {9: 90, 10: 100}.get(capability // 10, 80)
+
+
 def arch_of(x: torch.Tensor) -> int:
     """80, 90 or 100: the row of the tables that serves x's card; 90 for tensors on no card."""
     return _arch_of_card(x.device) if x.is_cuda else 90
@@ -119,9 +127,8 @@ def arch_of(x: torch.Tensor) -> int:
 
 @functools.cache
 def _arch_of_card(device: torch.device) -> int:
-    major, _ = torch.cuda.get_device_capability(device)
-    # Cards of capability 12 have the shared memory and the matmul instructions of the 8 series.
-    return {9: 90, 10: 100}.get(major, 80)
+    major, minor = torch.cuda.get_device_capability(device)
+    return table_arch(10 * major + minor)
 
 
 def use_triton(x: torch.Tensor) -> bool:
