@@ -1,19 +1,21 @@
 """The JSON files of a snapshot as dataclasses: fragment, objects, manifest, run; strict both ways.
 
 Not the files' meaning across each other (commit.py and reader.py check that). The one idea: each file is one line of
-JSON and one line with its SHA-256, and a reader accepts exactly the fields and types declared here. Grammar:
-docs/format.md.
+JSON and one with its SHA-256; a reader accepts exactly the fields and types declared here. Grammar: docs/format.md.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from plait.ckpt.crypt import Key
 from plait.ckpt.errors import SnapshotDamaged
 
 if TYPE_CHECKING:
@@ -24,6 +26,9 @@ OBJECTS = "objects.json"
 RUN = "RUN.json"
 MAX_JSON_BYTES = 1 << 30  # a fragment has about 400 bytes a piece: room for two million pieces
 MAX_DIMS = 64
+CODECS = (None, "zstd", "aes-256-gcm", "zstd+aes-256-gcm")  # of a piece: how a coded copy stores its blocks
+FILE_NAME = re.compile(r"r(\d{5,})(?:\.s\d{9,})?(?:\.p\d{5,})?\.safetensors")  # a data file, a base, a part
+_SIGNATURE = re.compile(rb"hmac-sha256:[0-9a-f]{8}:[0-9a-f]{64}\n")
 
 T = TypeVar("T", bound="DataclassInstance")
 
@@ -76,6 +81,11 @@ def _has(part: type, kind: str = "list") -> Any:
     return field(metadata={"kind": kind, "part": part})
 
 
+def _may_have(part: type) -> Any:
+    """A list that is left out of the file when it is empty."""
+    return field(default=(), metadata={"kind": "list", "part": part, "optional": True})
+
+
 @dataclass(frozen=True)
 class Piece:
     """One run of bytes in a data file: a box of a full tensor, or flat elements of that box."""
@@ -112,8 +122,17 @@ class DataFile:
 
 
 @dataclass(frozen=True)
+class FileEntry:
+    """One file as the manifest knows it."""
+
+    name: str = _is("text")
+    bytes: int = _is("size")
+    sha256: str = _is("text")
+
+
+@dataclass(frozen=True)
 class Fragment:
-    """What one rank wrote."""
+    """What one rank wrote. bases: data files of older snapshots that hold pieces too; parts: of a coded copy."""
 
     format: str = _is("text")
     step: int = _is("size")
@@ -125,6 +144,18 @@ class Fragment:
     aliases: dict[str, str] = _is("names")
     objects: dict[str, Any] = _is("values")
     per_rank: dict[str, Any] = _is("values")
+    bases: tuple[DataFile, ...] = _may_have(DataFile)
+    parts: tuple[FileEntry, ...] = _may_have(FileEntry)
+
+    def data_file(self, source_step: int | None) -> DataFile | None:
+        """Returns the file that holds the pieces of a source_step: this rank's own one (None) or a base."""
+        return self.data_files.get(source_step)
+
+    @cached_property
+    def data_files(self) -> dict[int | None, DataFile]:
+        """All data files that hold pieces, by source_step."""
+        own: dict[int | None, DataFile] = {} if self.file is None else {None: self.file}
+        return own | {int(base.name.split(".")[1][1:]): base for base in self.bases if FILE_NAME.fullmatch(base.name)}
 
 
 @dataclass(frozen=True)
@@ -133,15 +164,6 @@ class Objects:
 
     format: str = _is("text")
     values: dict[str, Any] = _is("values")
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """One file as the manifest knows it."""
-
-    name: str = _is("text")
-    bytes: int = _is("size")
-    sha256: str = _is("text")
 
 
 @dataclass(frozen=True)
@@ -178,17 +200,30 @@ FORMATS = {
 }
 
 
-def to_bytes(record: Fragment | Objects | Manifest | Run) -> bytes:
-    """Returns the file's bytes: a line of JSON, a line with its digest."""
-    line = json.dumps(vars(record), separators=(",", ":"), allow_nan=False, default=vars).encode()
-    return line + b"\nsha256:" + hashlib.sha256(line).hexdigest().encode() + b"\n"
+def to_bytes(record: Fragment | Objects | Manifest | Run, key: Key | None = None) -> bytes:
+    """Returns the file's bytes: a line of JSON, a line with its digest; with a key, a line with its signature."""
+    declared = record.__dataclass_fields__
+    fields = {n: v for n in declared if (v := getattr(record, n)) or "optional" not in declared[n].metadata}
+    line = json.dumps(fields, separators=(",", ":"), allow_nan=False, default=vars).encode()
+    return line + b"\n" + _digest_line(line) + (b"" if key is None else key.sign(line).encode() + b"\n")
 
 
-def from_bytes(kind: type[T], data: bytes, where: str) -> T:
-    """Reads a file's bytes; raises SnapshotDamaged naming `where` and what is wrong."""
+def from_bytes(kind: type[T], data: bytes, where: str, key: Key | None = None) -> T:
+    """Reads a file's bytes; raises SnapshotDamaged naming `where` and what is wrong.
+
+    A manifest may be signed; with a key it must be, by this key. Without one its signature is not looked at.
+    """
     line, newline, tail = data.partition(b"\n")
-    if not newline or tail != b"sha256:" + hashlib.sha256(line).hexdigest().encode() + b"\n":
+    wanted_tail = _digest_line(line)
+    signature = b""
+    if kind is Manifest and tail.startswith(wanted_tail):
+        tail, signature = wanted_tail, tail[len(wanted_tail) :]
+    if not newline or tail != wanted_tail or (signature and not _SIGNATURE.fullmatch(signature)):
         raise SnapshotDamaged(f"{where}: the digest in its last line does not match (truncated or changed)")
+    if key is not None:
+        if not signature:
+            raise SnapshotDamaged(f"{where}: is not signed, and a key was given")
+        key.check(line, signature.decode().rstrip("\n"), where)
     try:
         raw = json.loads(line, object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -198,6 +233,10 @@ def from_bytes(kind: type[T], data: bytes, where: str) -> T:
     if wanted is not None and record.format != wanted:  # type: ignore[attr-defined]
         raise SnapshotDamaged(f"{where}: format {raw['format']!r}; this plait reads {wanted!r}")
     return record
+
+
+def _digest_line(line: bytes) -> bytes:
+    return b"sha256:" + hashlib.sha256(line).hexdigest().encode() + b"\n"
 
 
 def sha256(data: bytes) -> str:
@@ -215,14 +254,24 @@ def data_name(rank: int) -> str:
     return f"r{rank:05d}.safetensors"
 
 
+def base_name(rank: int, step: int) -> str:
+    """Returns the name of the data file that a rank wrote for an older step, in a snapshot that still needs it."""
+    return f"r{rank:05d}.s{step:09d}.safetensors"
+
+
+def part_name(rank: int, step: int | None, number: int) -> str:
+    """Returns the name of the number-th part of a data file in a coded copy."""
+    return (data_name(rank) if step is None else base_name(rank, step)).replace(".safe", f".p{number:05d}.safe")
+
+
 def _record(kind: type[T], raw: Any, where: str) -> T:
     if type(raw) is not dict:
         raise SnapshotDamaged(f"{where}: {kind.__name__} is not an object")
     declared = kind.__dataclass_fields__
-    if raw.keys() != declared.keys():
-        odd = sorted(raw.keys() ^ declared.keys())
+    odd = [n for n in sorted(raw.keys() ^ declared.keys()) if n in raw or "optional" not in declared[n].metadata]
+    if odd:
         raise SnapshotDamaged(f"{where}: {kind.__name__} has unknown or missing fields {odd}")
-    return kind(**{name: _field(kind, name, raw[name], where) for name in declared})
+    return kind(**{name: _field(kind, name, raw[name], where) for name in declared if name in raw})
 
 
 def _field(owner: type[DataclassInstance], name: str, value: Any, where: str) -> Any:

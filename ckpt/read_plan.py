@@ -20,6 +20,8 @@ MAX_GAP_BYTES = 64 << 10  # runs closer than this are read as one
 MAX_SPAN_BYTES = 16 << 20  # ... up to this much at once
 WINDOW_BYTES = 256 << 20  # host memory for spans that cannot go straight into their target
 
+FileKey = tuple[int, int | None]  # a rank and a source_step: one data file of a snapshot
+
 
 class Target(NamedTuple):
     """What is wanted: `tensor` is the box of the full tensor, or flat elements [a, b) of it. Filled in place."""
@@ -41,8 +43,8 @@ class Move(NamedTuple):
     direct: bool
 
 
-def moves_of(target: Target, late: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterable[tuple[int, Move]]:
-    """Yields (rank, move) for all that a target needs. SnapshotError when the pieces leave a part of it unfilled."""
+def moves_of(target: Target, late: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterable[tuple[FileKey, Move]]:
+    """Yields (file, move) for all that a target needs. SnapshotError when the pieces leave a part of it unfilled."""
     tensor = target.tensor
     if target.flat is not None and not tensor.is_contiguous():
         late.append((tensor, torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)))
@@ -64,7 +66,10 @@ def moves_of(target: Target, late: list[tuple[torch.Tensor, torch.Tensor]]) -> I
                     to = span.box.shifted([h - w for h, w in zip(held.box.offset, wanted.box.offset, strict=True)])
                     part = view[tuple(slice(o, o + n) for o, n in zip(to.offset, to.shape, strict=True))]
                     offset = source.piece.file_offset + (held.start + span.start) * item
-                    yield source.rank, _move(offset, span.length, held.box.shape, part, target.entry.dtype)
+                    yield (
+                        (source.rank, source.piece.source_step),
+                        _move(offset, span.length, held.box.shape, part, target.entry.dtype),
+                    )
     if filled != tensor.numel():
         raise SnapshotError(f"tensor {target.entry.name!r}: {filled} of {tensor.numel()} elements found")
 

@@ -7,7 +7,7 @@ in: manifest, sizes, fragments, coverage, and then the CRC32C of each block that
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,16 @@ import torch
 
 from plait import _C
 from plait.ckpt.box import Box
+from plait.ckpt.crypt import Key
 from plait.ckpt.errors import SnapshotDamaged
 from plait.ckpt.folders import parse_step
 from plait.ckpt.manifest import (
+    FILE_NAME,
     MANIFEST,
     MAX_JSON_BYTES,
     OBJECTS,
     DataFile,
+    FileEntry,
     Fragment,
     Manifest,
     Objects,
@@ -31,18 +34,22 @@ from plait.ckpt.manifest import (
     from_bytes,
     sha256,
 )
-from plait.ckpt.read_plan import WINDOW_BYTES, Move, Target, copy_bits, moves_of, round_up, windows
+from plait.ckpt.read_plan import WINDOW_BYTES, FileKey, Move, Target, copy_bits, moves_of, round_up, windows
 from plait.ckpt.tables import Table, build_table, check_covered
 
+MAX_BLOCK_BYTES = 64 << 20  # of a file of any writer: what a reader may have to hold at once
+Request = tuple[int, int, int]  # file offset, bytes, address
 
-def read_manifest(io: _C.Io, folder: Path) -> Manifest:
+
+def read_manifest(io: _C.Io, folder: Path, key: Key | None = None) -> Manifest:
     """Returns a step folder's manifest after checking it and the sizes of all files. SnapshotDamaged says why not.
 
-    Reads one small file: this is what makes a snapshot a candidate. Data is verified when read.
+    Reads one small file: this is what makes a snapshot a candidate. Data is verified when read. With a key, the
+    manifest must be signed by it.
     """
     path = folder / MANIFEST
     try:
-        manifest = from_bytes(Manifest, _C.read_small(io, path, MAX_JSON_BYTES), f"'{path}'")
+        manifest = from_bytes(Manifest, _C.read_small(io, path, MAX_JSON_BYTES), f"'{path}'", key)
     except FileNotFoundError:
         raise SnapshotDamaged(f"'{folder}' has no {MANIFEST}: it was never finished") from None
     except OSError as error:
@@ -50,11 +57,7 @@ def read_manifest(io: _C.Io, folder: Path) -> Manifest:
     named = parse_step(folder)
     if named is not None and named.step != manifest.step:
         raise SnapshotDamaged(f"'{path}' is of step {manifest.step}")
-    fragments = {fragment_name(rank) for rank in range(manifest.world_size)}
-    names = {entry.name for entry in manifest.files}
-    known = fragments | {OBJECTS} | {data_name(rank) for rank in range(manifest.world_size)}
-    if not fragments | {OBJECTS} <= names <= known or len(names) != len(manifest.files):
-        raise SnapshotDamaged(f"'{path}' lists {sorted(names)[:4]}..., not the files of {manifest.world_size} ranks")
+    check_names(manifest, f"'{path}'")
     for entry in manifest.files:
         try:
             size = os.stat(folder / entry.name).st_size
@@ -65,16 +68,37 @@ def read_manifest(io: _C.Io, folder: Path) -> Manifest:
     return manifest
 
 
-class SnapshotReader:
-    """One opened snapshot. Holds no file open; safe to drop at any time. SnapshotDamaged from any method."""
+def check_names(manifest: Manifest, where: str) -> None:
+    """Raises SnapshotDamaged unless the manifest lists the files of its ranks and nothing else."""
+    wanted = {fragment_name(rank) for rank in range(manifest.world_size)} | {OBJECTS}
+    names = {entry.name for entry in manifest.files}
+    data = [FILE_NAME.fullmatch(name) for name in names - wanted]
+    foreign = any(match is None or int(match[1]) >= manifest.world_size for match in data)
+    if foreign or not wanted <= names or len(names) != len(manifest.files):
+        raise SnapshotDamaged(f"{where} lists {sorted(names)[:4]}..., not the files of {manifest.world_size} ranks")
 
-    def __init__(self, folder: Path, io: _C.Io | None = None, threads: int = 2) -> None:
+
+class SnapshotReader:
+    """One opened snapshot. Holds no file open; safe to drop at any time. SnapshotDamaged from any method.
+
+    spare: opens another copy of the same attempt, from which damaged blocks are taken; `filled` says what it filled.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        io: _C.Io | None = None,
+        threads: int = 2,
+        key: Key | None = None,
+        spare: Callable[[], SnapshotReader | None] | None = None,
+    ) -> None:
         self.folder = folder
         self._io = io or _C.PosixIo()
-        self._threads = threads
-        self.manifest = read_manifest(self._io, folder)
+        self._threads, self._key, self._spare = threads, key, spare
+        self.manifest = self._open_manifest()
         self._entries = {entry.name: entry for entry in self.manifest.files}
         self.bytes_read = 0
+        self.filled: list[str] = []
 
     @cached_property
     def fragments(self) -> tuple[Fragment, ...]:
@@ -87,7 +111,7 @@ class SnapshotReader:
             said = (fragment.rank, fragment.attempt, fragment.step, fragment.world_size)
             if said != (rank, self.manifest.attempt, self.manifest.step, self.manifest.world_size):
                 raise SnapshotDamaged(f"'{self.folder / fragment_name(rank)}' belongs to another snapshot: {said}")
-            self._check_file(rank, fragment.file)
+            self._check_files(fragment)
             found.append(fragment)
         return tuple(found)
 
@@ -110,15 +134,15 @@ class SnapshotReader:
 
         Each block that they touch is read and verified once (per WINDOW_BYTES of scattered spans).
         """
-        by_rank: dict[int, list[Move]] = {}
+        by_file: dict[FileKey, list[Move]] = {}
         late: list[tuple[torch.Tensor, torch.Tensor]] = []
         for target in targets:
-            for rank, move in moves_of(target, late):
-                by_rank.setdefault(rank, []).append(move)
-        for rank in sorted(by_rank):
-            moves = sorted(by_rank[rank], key=lambda move: move.file_offset)
+            for file, move in moves_of(target, late):
+                by_file.setdefault(file, []).append(move)
+        for file in sorted(by_file, key=lambda file: (file[0], file[1] or 0)):
+            moves = sorted(by_file[file], key=lambda move: move.file_offset)
             for window in windows(moves):
-                self._read_window(rank, window)
+                self._read_window(file, window)
         for destination, filled in late:
             destination.copy_(filled.reshape(destination.shape))
 
@@ -130,25 +154,28 @@ class SnapshotReader:
         return tensor
 
     def verify(self, rank: int) -> list[str]:
-        """Reads a rank's whole data file; returns one text for each damaged block, naming the tensors in it."""
-        file = self.fragments[rank].file
-        if file is None:
-            return []
+        """Reads all data files of a rank; returns one text for each damaged block, naming the tensors in it."""
+        return [
+            text for step, file in self.fragments[rank].data_files.items() for text in self._verify(rank, step, file)
+        ]
+
+    def _verify(self, rank: int, step: int | None, file: DataFile) -> list[str]:
         scratch = torch.empty(min(file.bytes, WINDOW_BYTES // 4), dtype=torch.uint8)
         damage = []
         for start in range(0, file.bytes, scratch.numel()):
             stop = min(file.bytes, start + scratch.numel())
             try:
-                self._ranges(rank, [(start, stop - start, scratch.data_ptr())])
+                self._ranges((rank, step), [(start, stop - start, scratch.data_ptr())])
             except SnapshotDamaged:
                 for at in range(start, stop, file.block_bytes):
                     try:
-                        self._ranges(rank, [(at, min(file.block_bytes, stop - at), scratch.data_ptr())])
+                        request = (at, min(file.block_bytes, stop - at), scratch.data_ptr())
+                        self._ranges((rank, step), [request])
                     except SnapshotDamaged as error:
                         damage.append(str(error))
         return damage
 
-    def _read_window(self, rank: int, moves: list[Move]) -> None:
+    def _read_window(self, file: FileKey, moves: list[Move]) -> None:
         staged = sum(round_up(move.num_bytes) for move in moves if not move.direct)
         window = torch.empty(staged, dtype=torch.uint8)
         requests, copies, at = [], [], 0
@@ -159,61 +186,94 @@ class SnapshotReader:
             requests.append((move.file_offset, move.num_bytes, window.data_ptr() + at))
             copies.append((move, window[at : at + move.num_bytes]))
             at += round_up(move.num_bytes)
-        self._ranges(rank, requests)
+        self._ranges(file, requests)
         for move, staged_bytes in copies:
             typed = staged_bytes.view(move.source_dtype)
             view = torch.as_strided(typed, move.target.shape, move.source_strides, typed.storage_offset())
             copy_bits(move.target, view)
 
-    def _ranges(self, rank: int, requests: list[tuple[int, int, int]]) -> None:
-        file = self.fragments[rank].file
+    def _ranges(self, key: FileKey, requests: list[Request]) -> None:
+        """Reads and verifies; what is damaged here is taken from the spare copy, which verifies as well."""
+        file = self.fragments[key[0]].data_file(key[1])
         assert file is not None
-        path = self.folder / file.name
         try:
-            self.bytes_read += _C.read_ranges(
-                self._io,
-                path,
-                file.bytes,
-                list(file.crc32c),
-                requests,
-                block_bytes=file.block_bytes,
-                threads=self._threads,
-            )
+            self.bytes_read += self._read_blocks(key, file, requests)
+            return
         except _C.ChecksumError as error:
-            block = int(error.block)
-            raise SnapshotDamaged(f"{error}{self._tensors_at(rank, block, file)}") from error
+            damage = SnapshotDamaged(f"{error}{self._tensors_at(key, int(error.block), file)}")
+            damage.__cause__ = error
         except OSError as error:
-            raise SnapshotDamaged(f"'{path}' cannot be read: {error}") from error
+            damage = SnapshotDamaged(f"'{self.folder / file.name}' cannot be read: {error}")
+            damage.__cause__ = error
+        spare = self._spare() if self._spare is not None else None
+        if spare is None or spare.manifest.attempt != self.manifest.attempt:
+            raise damage
+        if spare.fragments[key[0]].data_file(key[1]) != file:
+            raise damage
+        spare._ranges(key, requests)
+        self.filled.append(f"{damage}; filled from '{spare.folder}'")
 
-    def _tensors_at(self, rank: int, block: int, file: DataFile) -> str:
+    def _read_blocks(self, key: FileKey, file: DataFile, requests: list[Request]) -> int:
+        """Fills the requests with verified bytes; returns the bytes read. ChecksumError or OSError."""
+        return _C.read_ranges(
+            self._io,
+            self.folder / file.name,
+            file.bytes,
+            list(file.crc32c),
+            requests,
+            block_bytes=file.block_bytes,
+            threads=self._threads,
+        )
+
+    def _tensors_at(self, key: FileKey, block: int, file: DataFile) -> str:
         if block < 0:
             return ""
         begin, end = block * file.block_bytes, (block + 1) * file.block_bytes
-        pieces = self.fragments[rank].pieces
+        pieces = [p for p in self.fragments[key[0]].pieces if p.source_step == key[1]]
         names = [p.key for p in pieces if p.file_offset < end and p.file_offset + p.num_bytes > begin]
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         return f" (holds {', '.join(names[:4]) or 'the header'}{more})"
 
+    def _open_manifest(self) -> Manifest:
+        return read_manifest(self._io, self.folder, self._key)
+
+    def _stored(self, name: str, num_bytes: int) -> bytes:
+        """Returns a small file as it is stored."""
+        return _C.read_small(self._io, self.folder / name, num_bytes)
+
+    def _content(self, name: str, stored: bytes) -> bytes:
+        """Returns what a small file says."""
+        return stored
+
     def _small(self, name: str) -> bytes:
         entry, path = self._entries[name], self.folder / name
         try:
-            data = _C.read_small(self._io, path, entry.bytes)
+            data = self._stored(name, entry.bytes)
         except OSError as error:
             raise SnapshotDamaged(f"'{path}' cannot be read: {error}") from error
         if sha256(data) != entry.sha256:
             raise SnapshotDamaged(f"'{path}' does not have the digest that the manifest says")
-        return data
+        return self._content(name, data)
 
-    def _check_file(self, rank: int, file: DataFile | None) -> None:
-        entry = self._entries.get(data_name(rank))
-        if (file is None) != (entry is None):
+    def _check_files(self, fragment: Fragment) -> None:
+        """Checks a rank's data files as its fragment knows them against the manifest."""
+        files = fragment.data_files.values()
+        listed = {name for name in self._entries if (m := FILE_NAME.fullmatch(name)) and int(m[1]) == fragment.rank}
+        held = {part.name for part in fragment.parts} if fragment.parts else {file.name for file in files}
+        names = [data_name(fragment.rank)] * (fragment.file is not None) + [base.name for base in fragment.bases]
+        if listed != held or [file.name for file in files] != names:
             raise SnapshotDamaged(
-                f"'{self.folder}': manifest and fragment of rank {rank} disagree about its data file"
+                f"'{self.folder}': manifest and fragment of rank {fragment.rank} disagree about its data file"
             )
-        if file is None or entry is None:
-            return
-        blocks = -(-file.bytes // file.block_bytes) if file.block_bytes else -1
-        if (file.name, file.bytes, file.digest) != (entry.name, entry.bytes, entry.sha256) or blocks != len(
-            file.crc32c
-        ):
-            raise SnapshotDamaged(f"'{self.folder / entry.name}': its checksums are not those that the manifest says")
+        for file in files:
+            self._check_file(file, None if fragment.parts else self._entries[file.name])
+        for part in fragment.parts:
+            if part != self._entries[part.name]:
+                raise SnapshotDamaged(f"'{self.folder / part.name}': its size or digest is not that of the manifest")
+
+    def _check_file(self, file: DataFile, entry: FileEntry | None) -> None:
+        """Sizes and checksums before anything is allocated. entry: None for a file that is stored in parts."""
+        blocks = -(-file.bytes // file.block_bytes) if 0 < file.block_bytes <= MAX_BLOCK_BYTES else -1
+        said = entry is None or (file.bytes, file.digest) == (entry.bytes, entry.sha256)
+        if not said or blocks != len(file.crc32c):
+            raise SnapshotDamaged(f"'{self.folder / file.name}': its checksums are not those that the manifest says")
