@@ -13,14 +13,16 @@ restore, keep, snapshots.
 
 from plait.ckpt.errors import SnapshotDamaged, SnapshotError, SnapshotLocked, StateError
 from plait.ckpt.handle import Handle
+from plait.ckpt.leaf import Replicas, Sharded
 from plait.ckpt.optimizer import optimizer_state
 from plait.ckpt.restore import Report, Restored
 from plait.ckpt.snapshots import Snapshots
-from plait.ckpt.state import PerRank, Sharded
+from plait.ckpt.state import PerRank
 
 __all__ = [
     "Handle",
     "PerRank",
+    "Replicas",
     "Report",
     "Restored",
     "Sharded",

@@ -1,4 +1,5 @@
-"""A torch optimizer's state by parameter name, so that it does not depend on the order of parameters.
+"""A torch optimizer's state by parameter name, so that it does not depend on the order of parameters, nor on which
+rank has which of them.
 
 Not for ShardedAdamW, which describes its own shards. Knows torch.optim's state_dict layout and nothing else.
 """
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 
 from plait.ckpt.errors import StateError
-from plait.ckpt.state import materialize
+from plait.ckpt.lazy import Lazy, materialize
+from plait.ckpt.state import unwrapped
 
 
 class OptimizerState:
@@ -18,38 +20,51 @@ class OptimizerState:
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        by_id = {id(parameter): name for name, parameter in model.named_parameters()}
+        by_id = {id(parameter): name for name, parameter in unwrapped(model).named_parameters()}
         self._names: list[str] = []
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
+        for number, group in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
                 if id(parameter) not in by_id:
                     raise StateError(
-                        f"the optimizer has a parameter {tuple(parameter.shape)} that is not in the model"
+                        f"parameter {place} of group {number} of the optimizer, {tuple(parameter.shape)}, "
+                        "is not in the model (was it made before fully_shard or parallelize_module?)"
                     )
                 self._names.append(by_id[id(parameter)])
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns {"state": {parameter name: {...}}, "param_groups": [{..., "params": [names]}]}."""
+        """Returns {"state": {parameter name: {...}}, "groups": {number: options}, "group_of": {parameter name:
+        number}}: each rank of a pipeline has its own parameters, and all agree on the options of a group."""
         raw = self._optimizer.state_dict()
-        groups = [{**group, "params": [self._names[i] for i in group["params"]]} for group in raw["param_groups"]]
-        return {"state": {self._names[i]: values for i, values in raw["state"].items()}, "param_groups": groups}
+        groups = {i: {k: v for k, v in group.items() if k not in _BY_PLACE} for i, group in _numbered(raw)}
+        group_of = {self._names[p]: i for i, group in _numbered(raw) for p in group["params"]}
+        state = {self._names[p]: part for p, part in raw["state"].items()}
+        return {"state": state, "groups": groups, "group_of": group_of}
 
     def restore_template(self) -> dict[str, Any]:
         """Returns the same after letting a fresh optimizer make its state, so that there is something to fill."""
         materialize(self._optimizer)
-        return self.state_dict()
+        content = self.state_dict()
+        return {**content, "state": {name: Lazy(part) for name, part in content["state"].items()}}
 
     def load_state_dict(self, content: dict[str, Any]) -> None:
         """Takes what `state_dict` gave. StateError when the groups hold other parameters."""
-        numbers = {name: i for i, name in enumerate(self._names)}
+        numbers = {name: p for p, name in enumerate(self._names)}
         groups = []
-        for group in content["param_groups"]:
-            unknown = [name for name in group["params"] if name not in numbers]
-            if unknown:
-                raise StateError(f"the snapshot's optimizer has parameters that this one has not: {unknown[:8]}")
-            groups.append({**group, "params": [numbers[name] for name in group["params"]]})
-        state = {numbers[name]: values for name, values in content["state"].items()}
+        for i, own in _numbered(self._optimizer.state_dict()):
+            for p in own["params"]:
+                saved = content["group_of"].get(self._names[p])
+                if saved != i:
+                    raise StateError(f"parameter {self._names[p]!r} is in group {i}, in the snapshot in {saved}")
+            groups.append({**own, **content["groups"][i]})
+        state = {numbers[name]: part for name, part in content["state"].items()}
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+_BY_PLACE = ("params", "param_names")  # of a group in torch's state_dict: one item a parameter
+
+
+def _numbered(raw: dict[str, Any]) -> Any:
+    return enumerate(raw["param_groups"])
 
 
 def optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:

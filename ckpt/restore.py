@@ -21,6 +21,7 @@ from plait.ckpt.capture import find_aliases
 from plait.ckpt.errors import SnapshotDamaged, SnapshotError, StateError
 from plait.ckpt.folders import StepFolder, step_folders
 from plait.ckpt.keep import reading
+from plait.ckpt.lazy import ABSENT
 from plait.ckpt.read_plan import Target
 from plait.ckpt.reader import SnapshotReader, read_manifest
 from plait.ckpt.state import Flat, flatten, rebuild
@@ -221,6 +222,8 @@ def _match(flat: Flat, reader: SnapshotReader, rank: int, wanted: Wanted) -> _Ma
     stored = table.names
     missing = [n for n in flat.tensors if n not in stored] + [n for n in flat.values if n not in reader.values]
     missing += [n for n in flat.per_rank if n not in per_rank]
+    absent = flat.absent(missing)
+    missing = [n for n in missing if n not in absent]
     refused = [n for n in missing if not _allowed(n, wanted.allow_missing)]
     problems = []
     if refused:
@@ -248,7 +251,8 @@ def _match(flat: Flat, reader: SnapshotReader, rank: int, wanted: Wanted) -> _Ma
     if problems:
         more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise StateError("; ".join(problems[:8]) + more)
-    results = {n: decode(reader.values[n], f"value {n!r}") for n in flat.values if n in reader.values}
+    results: dict[str, Any] = dict.fromkeys(absent, ABSENT)
+    results |= {n: decode(reader.values[n], f"value {n!r}") for n in flat.values if n in reader.values}
     own = reader.fragments[rank].per_rank if rank < len(reader.fragments) else {}
     results.update({n: decode(own[n], f"per-rank value {n!r}") for n in flat.per_rank if n in own})
     per_rank_missing = tuple(n for n in flat.per_rank if n in per_rank and n not in own)

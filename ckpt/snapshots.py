@@ -22,6 +22,7 @@ from plait.ckpt.capture import Capturer
 from plait.ckpt.commit import Writer
 from plait.ckpt.errors import SnapshotError
 from plait.ckpt.folders import collect_garbage, publish
+from plait.ckpt.group import launch_of_group
 from plait.ckpt.handle import Handle
 from plait.ckpt.keep import Policy
 from plait.ckpt.lock import RootLock
@@ -34,7 +35,7 @@ _GRACE_S = 30.0  # how long a program that fails still waits for a save in fligh
 
 
 class Snapshots:
-    """Snapshots of one run under `root`.
+    """Snapshots of one run under `root`. Under torch.distributed: `Snapshots.of_process_group(root)`.
 
     keep_last, keep_every: retention (keep.Policy). rank, world_size, session: of this launch; `session` is any
     integer equal on all ranks and new at every launch, needed when world_size > 1. grid: noted in the manifest.
@@ -92,6 +93,12 @@ class Snapshots:
             owned = self._own()
             self._background = Background(writer, self._session, self.policy, self._agreement, self._grid, owned)
             self._capturer = Capturer(rank, world_size, pool_bytes, threads, pin)
+
+    @classmethod
+    def of_process_group(cls, root: str | Path, **options: Any) -> Snapshots:
+        """Makes the object on all ranks of torch.distributed's default group, whose rank, world size and session it
+        asks for (plait.ckpt.group); the same as `Snapshots(root, **options)` when there is no group."""
+        return cls(root, **{**launch_of_group(), **options})
 
     def save(self, step: int, state: dict[str, Any], *, force: bool = False) -> Handle:
         """Captures `state` as it is now and returns; writing and commit go on in the background.

@@ -9,58 +9,32 @@ anything is copied.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import torch
 
-from plait.ckpt.box import Box, contains, full_box
+from plait.ckpt.bare import BARE, bare_digest
 from plait.ckpt.errors import StateError
+from plait.ckpt.lazy import ABSENT, Lazy, optimizer_template
+from plait.ckpt.leaf import Leaf, Replicas, Sharded, leaf_of
 from plait.ckpt.values import describe
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Sharded:
-    """A tensor that is the box (offset, shape) of a full tensor, or flat elements [a, b) of that box.
-
-    shape: of the box; default the tensor's own. With `flat=(a, b)` it must be given and the tensor has b - a
-    elements. replica: (index, count): `count` ranks hold exactly this box (or range); together they write it once.
-    """
-
-    tensor: torch.Tensor
-    full_shape: Shape
-    offset: Shape
-    shape: Shape | None = None
-    flat: tuple[int, int] | None = None
-    replica: tuple[int, int] = (0, 1)
 
 
 @dataclass(frozen=True)
 class PerRank:
-    """A plain value that belongs to this rank alone (a generator's state): stored by each rank, never shared."""
+    """A plain value that belongs to this rank alone (a generator's state): stored by each rank, never shared.
+
+    Or an object whose `state_dict()` gives such a value (a data loader).
+    """
 
     value: Any
 
 
-@dataclass(frozen=True)
-class Leaf:
-    """One tensor of the state on this rank: which part of which full tensor. `replica` None: on all ranks."""
-
-    name: str
-    path: str
-    tensor: torch.Tensor
-    full_shape: Shape
-    box: Box
-    flat: tuple[int, int] | None
-    replica: tuple[int, int] | None
-
-
 @dataclass
 class Node:
-    """A place in the state's tree. kind: dict, list, tuple, object, tensor, value, per_rank."""
+    """A place in the state's tree. kind: dict, lazy, list, tuple, object, tensor, value, per_rank."""
 
     kind: str
     name: str
@@ -68,15 +42,28 @@ class Node:
     value: Any
     children: list[tuple[Any, Node]] = field(default_factory=list)
 
+    def leaf_names(self) -> list[str]:
+        """Returns the names of all tensors and values at or below this place."""
+        if self.kind in ("tensor", "value", "per_rank"):
+            return [self.name]
+        return [name for _, child in self.children for name in child.leaf_names()]
+
 
 @dataclass
 class Flat:
-    """A flattened state: its tree, and what hangs on it by name."""
+    """A flattened state: its tree, and what hangs on it by name. lazy: see plait.ckpt.lazy."""
 
     root: Node
     tensors: dict[str, Leaf] = field(default_factory=dict)
     values: dict[str, Node] = field(default_factory=dict)
     per_rank: dict[str, Node] = field(default_factory=dict)
+    lazy: list[Node] = field(default_factory=list)
+
+    def absent(self, missing: Collection[str]) -> set[str]:
+        """Returns the names of lazily made parts, and of all in them, of which the snapshot has nothing."""
+        gone = set(missing)
+        parts = [(node.name, names) for node in self.lazy if gone.issuperset(names := node.leaf_names())]
+        return {name for part, names in parts for name in (part, *names)}
 
 
 def flatten(state: Any, restoring: bool = False) -> Flat:
@@ -88,7 +75,10 @@ def flatten(state: Any, restoring: bool = False) -> Flat:
     flat = Flat(Node("dict", "", "state", state))
     if not isinstance(state, dict):
         raise StateError(f"state is {describe(state)}; it must be a dict")
-    flat.root = _grow(flat, "", "state", state, restoring)
+    flat.root = _Grower(flat, restoring).grow("", "state", state)
+    bare = [leaf.name for leaf in flat.tensors.values() if leaf.replica is None]
+    if bare and not restoring:
+        flat.values[BARE] = Node("value", BARE, "state", bare_digest(bare))
     return flat
 
 
@@ -106,9 +96,14 @@ def rebuild(node: Node, results: dict[str, Any]) -> Any:
         content = rebuild(node.children[0][1], results)
         node.value.load_state_dict(content)
         return node.value
-    pairs = [(key, rebuild(child, results)) for key, child in node.children]
-    if node.kind == "dict":
-        return type(node.value)(pairs)
+    there = [(key, child) for key, child in node.children if results.get(child.name) is not ABSENT]
+    pairs = [(key, rebuild(child, results)) for key, child in there]
+    if node.kind in ("dict", "lazy"):
+        result: Any = {} if node.kind == "lazy" else type(node.value)()
+        result.update(pairs)
+        if hasattr(node.value, "_metadata"):  # the versions that a module's state_dict() carries
+            result._metadata = node.value._metadata
+        return result
     return [v for _, v in pairs] if node.kind == "list" else tuple(v for _, v in pairs)
 
 
@@ -125,140 +120,91 @@ def join(name: str, key: Any, path: str) -> str:
     return f"{name}/{text}" if name else text
 
 
-def _grow(flat: Flat, name: str, path: str, value: Any, restoring: bool, of_object: bool = False) -> Node:
-    """Builds the node of `value` and files its leaves in `flat`. of_object: keys read as attributes in paths."""
-    if isinstance(value, (torch.Tensor, Sharded)):
-        _file(flat, name, path)
-        flat.tensors[name] = leaf_of(name, path, value)
-        return Node("tensor", name, path, value)
-    if isinstance(value, PerRank):
-        _file(flat, name, path)
-        flat.per_rank[name] = Node("per_rank", name, path, value.value)
-        return flat.per_rank[name]
-    if type(value) in (dict, OrderedDict):
-        node = Node("dict", name, path, value)
-        for key, child in value.items():
-            where = f"{path}.{key}" if of_object else f"{path}[{key!r}]"
-            node.children.append((key, _grow(flat, join(name, key, path), where, child, restoring)))
-        return node
-    if type(value) in (list, tuple) and has_named(value):
-        node = Node("list" if type(value) is list else "tuple", name, path, value)
-        node.children = [
-            (i, _grow(flat, join(name, i, path), f"{path}[{i}]", v, restoring)) for i, v in enumerate(value)
-        ]
-        return node
-    if _is_object(value):
-        content = _template(value) if restoring else value.state_dict()
+class _Grower:
+    """Builds the tree of one state and files its leaves in `flat`."""
+
+    def __init__(self, flat: Flat, restoring: bool) -> None:
+        self.flat, self.restoring = flat, restoring
+
+    def grow(self, name: str, path: str, value: Any, over: Any = None, of_object: bool = False) -> Node:
+        """Builds the node of `value`. over: of the Replicas around it. of_object: paths show keys as attributes."""
+        if isinstance(value, Replicas):
+            return self.grow(name, path, value.value, value.over, of_object)
+        if isinstance(value, (torch.Tensor, Sharded)):
+            self._file(name, path)
+            self.flat.tensors[name] = leaf_of(name, path, value, over)
+            return Node("tensor", name, path, value)
+        if isinstance(value, PerRank):
+            return self._per_rank(name, path, value.value)
+        if type(value) in (dict, OrderedDict, Lazy):
+            node = Node("lazy" if type(value) is Lazy else "dict", name, path, value)
+            for key, child in value.items():
+                where = f"{path}.{key}" if of_object else f"{path}[{key!r}]"
+                node.children.append((key, self.grow(join(name, key, path), where, child, over)))
+            if type(value) is Lazy:
+                self.flat.lazy.append(node)
+            return node
+        if type(value) in (list, tuple) and has_named(value):
+            node = Node("list" if type(value) is list else "tuple", name, path, value)
+            pairs = ((i, join(name, i, path), v) for i, v in enumerate(value))
+            node.children = [(i, self.grow(child, f"{path}[{i}]", v, over)) for i, child, v in pairs]
+            return node
+        if is_object(value):
+            value = unwrapped(value)
+            content = self._content(path, value)
+            return Node("object", name, path, value, [("", self.grow(name, path, content, over, True))])
+        self._file(name, path)
+        self.flat.values[name] = Node("value", name, path, value)
+        return self.flat.values[name]
+
+    def _per_rank(self, name: str, path: str, value: Any) -> Node:
+        """A value of this rank alone, or an object with such a state."""
+        self._file(name, path)
+        there = is_object(value)
+        node = Node("per_rank", name, path, value.state_dict() if there else value)
+        self.flat.per_rank[name] = node
+        return Node("object", name, path, value, [("", node)]) if there else node
+
+    def _content(self, path: str, value: Any) -> dict[Any, Any]:
+        """Returns the state of an object; in a restore what it restores into, with lazily made state made first."""
+        if self.restoring and callable(getattr(value, "restore_template", None)):
+            content = value.restore_template()
+        elif self.restoring and isinstance(value, torch.optim.Optimizer):
+            content = optimizer_template(value)
+        else:
+            content = value.state_dict()
         if not isinstance(content, dict):
             raise StateError(f"{path}.state_dict() gives {describe(content)}; it must give a dict")
-        return Node("object", name, path, value, [("", _grow(flat, name, path, content, restoring, True))])
-    _file(flat, name, path)
-    flat.values[name] = Node("value", name, path, value)
-    return flat.values[name]
+        return content
+
+    def _file(self, name: str, path: str) -> None:
+        flat = self.flat
+        if name in flat.tensors or name in flat.values or name in flat.per_rank:
+            raise StateError(f"{path} has the same name as another part of the state: {name!r}")
 
 
-def _file(flat: Flat, name: str, path: str) -> None:
-    if name in flat.tensors or name in flat.values or name in flat.per_rank:
-        raise StateError(f"{path} has the same name as another part of the state: {name!r}")
-
-
-def _is_object(value: Any) -> bool:
+def is_object(value: Any) -> bool:
+    """True for what gives and takes a state of its own."""
     return callable(getattr(value, "state_dict", None)) and not isinstance(value, type)
 
 
-def _template(value: Any) -> Any:
-    """Returns the state into which an object restores; lazily made optimizer state is made first."""
-    if callable(getattr(value, "restore_template", None)):
-        return value.restore_template()
-    if isinstance(value, torch.optim.Optimizer):
-        materialize(value)
-    return value.state_dict()
+def unwrapped(value: Any) -> Any:
+    """Returns the module inside DistributedDataParallel, DataParallel and torch.compile: these prefix the names of
+    all tensors, which would tie a snapshot to the way it was trained."""
+    while isinstance(value, torch.nn.Module):
+        inner = getattr(value, "_orig_mod", None)
+        if isinstance(value, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
+            inner = value.module
+        if inner is None:
+            break
+        value = inner
+    return value
 
 
 def has_named(value: Any) -> bool:
     """True when a list or tuple holds, at any depth, something that needs a name of its own."""
-    if isinstance(value, (torch.Tensor, Sharded, PerRank)) or _is_object(value):
+    if isinstance(value, (torch.Tensor, Sharded, PerRank, Replicas)) or is_object(value):
         return True
     if type(value) in (list, tuple):
         return any(has_named(v) for v in value)
     return type(value) in (dict, OrderedDict, Counter) and any(has_named(v) for v in value.values())
-
-
-def materialize(optimizer: torch.optim.Optimizer) -> None:
-    """Lets a fresh torch optimizer create its state: one step with zero gradients and learning rate 0, so that no
-    parameter changes. Gradients and learning rates are put back."""
-    if optimizer.state:
-        return
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    gradients = [p.grad for p in parameters]
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-
-
-def leaf_of(name: str, path: str, value: Any) -> Leaf:
-    """Describes one tensor; StateError when it cannot be stored or does not fit its own description."""
-    if isinstance(value, Sharded):
-        return _sharded_leaf(name, path, value)
-    if hasattr(value, "device_mesh") and hasattr(value, "placements"):
-        return _sharded_leaf(name, path, _from_dtensor(path, value))
-    _check_plain(path, value)
-    shape = tuple(value.shape)
-    return Leaf(name, path, value.detach(), shape, full_box(shape), None, None)
-
-
-def _check_plain(path: str, tensor: Any) -> None:
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-        raise StateError(f"{path} is {describe(tensor)}, a tensor subclass that cannot be stored; store its parts")
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
-        raise StateError(
-            f"{path} is a {tensor.layout} tensor on {tensor.device}; only dense tensors with data can be stored"
-        )
-
-
-def _sharded_leaf(name: str, path: str, value: Sharded) -> Leaf:
-    tensor = value.tensor
-    _check_plain(path, tensor)
-    if value.flat is not None and value.shape is None:
-        raise StateError(f"{path}: flat={value.flat} needs shape, the shape of the box that it is a range of")
-    shape = tuple(tensor.shape) if value.shape is None else tuple(value.shape)
-    box, full_shape = Box(tuple(value.offset), shape), tuple(value.full_shape)
-    if len(box.offset) != len(full_shape) or not contains(full_box(full_shape), box):
-        raise StateError(f"{path}: box {box.offset}+{shape} is not inside the full shape {full_shape}")
-    if value.flat is None and tuple(tensor.shape) != shape:
-        raise StateError(f"{path}: the tensor has shape {tuple(tensor.shape)}, its box {shape}")
-    if value.flat is not None:
-        start, stop = value.flat
-        if not 0 <= start <= stop <= prod(shape) or tensor.numel() != stop - start:
-            raise StateError(f"{path}: flat={value.flat} does not fit {tensor.numel()} elements of a box {shape}")
-    index, count = value.replica
-    if not 0 <= index < count:
-        raise StateError(f"{path}: replica={value.replica} must be (index, count) with 0 <= index < count")
-    return Leaf(name, path, tensor.detach(), full_shape, box, value.flat, (index, count))
-
-
-def _from_dtensor(path: str, value: Any) -> Sharded:
-    """Describes a DTensor's local shard; replicated mesh dims are replicas. No communication."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    mesh, placements = value.device_mesh, value.placements
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        raise StateError(f"{path} is a DTensor on a mesh that this rank is not part of")
-    index, count = 0, 1
-    for dim, placement in enumerate(placements):
-        if placement.is_partial():
-            raise StateError(f"{path} is a DTensor with a partial placement {placement}; reduce it first")
-        if placement.is_replicate():
-            index, count = index * mesh.size(dim) + coordinate[dim], count * mesh.size(dim)
-    shape, offset = compute_local_shape_and_global_offset(value.shape, mesh, placements)
-    if prod(shape) == 0:  # torch puts an empty shard at an offset of its own choice
-        offset = tuple(min(o, n) for o, n in zip(offset, value.shape, strict=True))
-    return Sharded(value.to_local(), tuple(value.shape), tuple(offset), tuple(shape), None, (index, count))

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from plait.ckpt.bare import BARE, check_bare
 from plait.ckpt.box import Box, Part, contains, cover_error, full_box, parts_of
 from plait.ckpt.errors import SnapshotDamaged, StateError
 from plait.ckpt.layout import stored_bytes, torch_dtype
-from plait.ckpt.manifest import Fragment, Piece
+from plait.ckpt.manifest import CODECS, Fragment, Piece
 from plait.ckpt.values import canonical
 
 
@@ -108,16 +109,16 @@ def check_covered(table: Table, where: str) -> None:
             ranks = sorted({s.rank for s in entry.sources})
             raise SnapshotDamaged(
                 f"{where}: tensor {entry.name!r} is not covered exactly once: {reason} (pieces of ranks {ranks}; "
-                "a bare tensor must be on every rank, and replica=(index, count) must count all holders)"
+                "a bare tensor must be on every rank; replica=(index, count) must count all holders; a DTensor whose "
+                "copies its own mesh does not know goes into Replicas(value, over=mesh))"
             )
 
 
 def _check_piece(piece: Piece, fragment: Fragment, text: str) -> torch.dtype:
     """Checks one piece against itself and its file; returns its dtype."""
-    if piece.codec is not None or piece.source_step is not None:
-        raise SnapshotDamaged(
-            f"{text}: codec {piece.codec!r}, source_step {piece.source_step}: not known to format 1"
-        )
+    if (piece.codec is not None) != bool(fragment.parts) or piece.codec not in CODECS:
+        raise SnapshotDamaged(f"{text}: codec {piece.codec!r} with {len(fragment.parts)} parts of a coded copy")
+    file = fragment.data_file(piece.source_step)
     try:
         dtype = torch_dtype(piece.dtype, piece.logical_dtype)
     except ValueError as error:
@@ -134,18 +135,22 @@ def _check_piece(piece: Piece, fragment: Fragment, text: str) -> torch.dtype:
         numel = stop - start
     if piece.num_bytes != stored_bytes((numel,), dtype):
         raise SnapshotDamaged(f"{text}: {piece.num_bytes} bytes for {numel} elements of {dtype}")
-    if fragment.file is None:
-        raise SnapshotDamaged(f"{text}: the rank has no data file")
-    if piece.file_offset + piece.num_bytes > fragment.file.bytes:
-        raise SnapshotDamaged(f"{text}: ends behind '{fragment.file.name}'")
+    if file is None:
+        raise SnapshotDamaged(f"{text}: the rank has no data file (source_step {piece.source_step})")
+    if piece.file_offset + piece.num_bytes > file.bytes:
+        raise SnapshotDamaged(f"{text}: ends behind '{file.name}'")
     return dtype
 
 
 def merge_objects(fragments: Sequence[Fragment]) -> dict[str, Any]:
-    """Returns the values of all ranks by name. StateError naming a value that differs between ranks."""
+    """Returns the values of all ranks by name. StateError naming a value that differs between ranks, or the part of
+    the state in which the ranks do not hold the same bare tensors."""
+    check_bare((fragment.rank, fragment.objects.get(BARE, {})) for fragment in fragments)
     merged: dict[str, tuple[Any, str, int]] = {}
     for fragment in fragments:
         for name, value in fragment.objects.items():
+            if name == BARE:
+                continue
             known = merged.setdefault(name, (value, canonical(value), fragment.rank))
             if known[0] is not value and known[1] != canonical(value):
                 raise StateError(

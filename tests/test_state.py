@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.ckpt import PerRank, Sharded, StateError, optimizer_state
+from plait.ckpt.bare import BARE
 from plait.ckpt.box import Box
 from plait.ckpt.errors import SnapshotDamaged
 from plait.ckpt.state import flatten, rebuild
@@ -98,7 +99,7 @@ def test_names_are_keys_joined_and_escaped():
         }
     )
     assert set(flat.tensors) == {"model/a.b", "model/x~1y", "model/u~2v~0", "opt/state/0/m", "pair/0"}
-    assert set(flat.values) == {"opt/groups", "pair/1", "sampler/seed"} and set(flat.per_rank) == {"rng"}
+    assert set(flat.values) == {"opt/groups", "pair/1", "sampler/seed", BARE} and set(flat.per_rank) == {"rng"}
 
 
 @pytest.mark.parametrize(
