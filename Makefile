@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml setup.py
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
 	$(BIN)/python -m pip install --quiet 'setuptools>=77' 'pybind11>=2.12' 'ninja>=1.11'
-	$(BIN)/python -m pip install --quiet --no-build-isolation -e '.[train,hf,bench,dev]'
+	$(BIN)/python -m pip install --quiet --no-build-isolation -e '.[train,hf,bench,remote,dev]'
 	touch $@
 
 # Editable installs compile the extension once; a changed source is compiled again here, in place.

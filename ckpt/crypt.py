@@ -18,6 +18,7 @@ KEY_BYTES = 32
 _NONCE_BYTES = 12  # random: below 2^32 blocks a key (16 EiB of 4 MiB blocks) the chance of a repeat is below 2^-32
 _TAG_BYTES = 16
 _ID_BYTES = 4
+SEALED = b"plait-sealed-1\n"  # what an encrypted small file begins with
 SEAL_BYTES = _ID_BYTES + _NONCE_BYTES + _TAG_BYTES  # what a sealed block is longer than its content
 
 
@@ -101,6 +102,19 @@ class Cipher:
 
     def _bound(self, place: str) -> bytes:
         return f"{self._attempt}/{place}".encode()
+
+
+def opened(name: str, stored: bytes, cipher: Cipher | None, where: str) -> bytes:
+    """Returns what a small file of a copy says. SnapshotDamaged when it is encrypted and no key was given."""
+    if not stored.startswith(SEALED):
+        return stored
+    if cipher is None:
+        raise SnapshotDamaged(f"{where}: is encrypted, and no key was given")
+    return cipher.open(name, stored[len(SEALED) :], where)
+
+
+def sealed(name: str, data: bytes, cipher: Cipher | None) -> bytes:
+    return data if cipher is None else SEALED + cipher.seal(name, data)
 
 
 def _derive(secret: bytes, purpose: bytes) -> bytes:

@@ -103,17 +103,17 @@ class SnapshotReader:
     @cached_property
     def fragments(self) -> tuple[Fragment, ...]:
         """All fragments, checked against the manifest."""
-        found = []
-        for rank in range(self.manifest.world_size):
-            fragment = from_bytes(
-                Fragment, self._small(fragment_name(rank)), f"'{self.folder / fragment_name(rank)}'"
-            )
-            said = (fragment.rank, fragment.attempt, fragment.step, fragment.world_size)
-            if said != (rank, self.manifest.attempt, self.manifest.step, self.manifest.world_size):
-                raise SnapshotDamaged(f"'{self.folder / fragment_name(rank)}' belongs to another snapshot: {said}")
-            self._check_files(fragment)
-            found.append(fragment)
-        return tuple(found)
+        return tuple(self.fragment(rank) for rank in range(self.manifest.world_size))
+
+    def fragment(self, rank: int) -> Fragment:
+        """Reads one fragment, checked against the manifest."""
+        path = self.folder / fragment_name(rank)
+        fragment = from_bytes(Fragment, self._content(path.name, self.stored(path.name)), f"'{path}'")
+        said = (fragment.rank, fragment.attempt, fragment.step, fragment.world_size)
+        if said != (rank, self.manifest.attempt, self.manifest.step, self.manifest.world_size):
+            raise SnapshotDamaged(f"'{path}' belongs to another snapshot: {said}")
+        self._check_files(fragment)
+        return fragment
 
     @cached_property
     def table(self) -> Table:
@@ -127,7 +127,8 @@ class SnapshotReader:
     @cached_property
     def values(self) -> dict[str, Any]:
         """All shared values by name, as in the file (see values.decode)."""
-        return from_bytes(Objects, self._small(OBJECTS), f"'{self.folder / OBJECTS}'").values
+        data = self._content(OBJECTS, self.stored(OBJECTS))
+        return from_bytes(Objects, data, f"'{self.folder / OBJECTS}'").values
 
     def read(self, targets: Iterable[Target]) -> None:
         """Fills all targets.
@@ -152,6 +153,10 @@ class SnapshotReader:
         tensor = torch.empty(entry.full_shape, dtype=entry.dtype)
         self.read([Target(entry, tensor, Box((0,) * tensor.dim(), entry.full_shape), None)])
         return tensor
+
+    def read_range(self, file: FileKey, offset: int, num_bytes: int, address: int) -> None:
+        """Reads bytes of a data file, verified, to an address: for those who copy files whole."""
+        self._ranges(file, [(offset, num_bytes, address)])
 
     def verify(self, rank: int) -> list[str]:
         """Reads all data files of a rank; returns one text for each damaged block, naming the tensors in it."""
@@ -237,23 +242,28 @@ class SnapshotReader:
     def _open_manifest(self) -> Manifest:
         return read_manifest(self._io, self.folder, self._key)
 
-    def _stored(self, name: str, num_bytes: int) -> bytes:
-        """Returns a small file as it is stored."""
+    def _fetch(self, name: str, num_bytes: int) -> bytes:
+        """Returns a small file as it lies there."""
         return _C.read_small(self._io, self.folder / name, num_bytes)
 
     def _content(self, name: str, stored: bytes) -> bytes:
         """Returns what a small file says."""
         return stored
 
-    def _small(self, name: str) -> bytes:
+    def stored_manifest(self) -> bytes:
+        """Returns the manifest's bytes, signature included."""
+        return _C.read_small(self._io, self.folder / MANIFEST, MAX_JSON_BYTES)
+
+    def stored(self, name: str) -> bytes:
+        """Returns a small file of the manifest as it is stored, its digest checked."""
         entry, path = self._entries[name], self.folder / name
         try:
-            data = self._stored(name, entry.bytes)
+            data = self._fetch(name, entry.bytes)
         except OSError as error:
             raise SnapshotDamaged(f"'{path}' cannot be read: {error}") from error
         if sha256(data) != entry.sha256:
             raise SnapshotDamaged(f"'{path}' does not have the digest that the manifest says")
-        return self._content(name, data)
+        return data
 
     def _check_files(self, fragment: Fragment) -> None:
         """Checks a rank's data files as its fragment knows them against the manifest."""
