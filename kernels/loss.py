@@ -1,11 +1,14 @@
 """linear_cross_entropy: head matmul and loss in chunks of tokens, for vocabulary shards too.
 
 The loss is entropy.py's. The target's logit and the log-sum-exp come from the same product, so the loss without
-smoothing is never negative. The weight gradient is fp32 (fp64 for fp64). No logit is stored for backward, which makes
-the chunks again.
+smoothing is never negative. The weight gradient is fp32 (fp64 for fp64). The chunks are loss_chunks.py's. Two forms:
+- gradients in the forward: three products, as plain torch. dx and dweight (fp32) wait for the backward, which
+  multiplies them by the gradient of the loss. For a reduced loss only, whose tokens' shares are known beforehand.
+- gradients in the backward: the logits are made again, four products, and nothing waits.
+The bits are the same where the gradient of the loss is 1; else dx, rounded once, is multiplied and rounded again.
 
 Memory beyond inputs and outputs: 5 bytes per token from forward to backward (lse and whether it counts), and one
-chunk of logits at a time. On a GPU that is 4 bytes per logit, and in the backward of 16-bit inputs 2 more; a chunk
+chunk of logits at a time. On a GPU that is 4 bytes per logit, and for the gradient of 16-bit inputs 2 more; a chunk
 has `_GPU_CHUNK_ELEMENTS` logits, or `_GPU_CHUNK_ROWS` tokens where that is more.
 """
 
@@ -13,29 +16,16 @@ import torch
 
 from plait.kernels.entropy import (
     AllReduce,
-    capped,
     check_options,
     check_targets,
     cross_entropy_ref,
     merge_stats,
-    plain_grad,
-    plain_stats,
     reduce_losses,
     stats_like,
     token_loss,
 )
-from plait.kernels.launch import check, check_device, check_floating, compute_dtype, register, use_triton
-from plait.kernels.loss_triton import grad_launch, stats_launch
-from plait.kernels.matmul import wgrad_into
-
-# Logits that exist at one time: 2^24 is 64 MiB in fp32, small beside the weight of a 128k vocabulary (derived).
-_CHUNK_ELEMENTS = 1 << 24
-# On a GPU each chunk reads and writes the whole weight gradient, 8 bytes per element, beside 2 FLOP per element and
-# token: 744 tokens balance them at 800 TFLOP/s and 4.3 TB/s (derived), so a chunk has at least 768. With a vocabulary
-# of 128k that is 0.6 GB in all, a tenth of what plain torch needs for 4096 tokens. Whole tiles of 128 tokens.
-_GPU_CHUNK_ELEMENTS, _GPU_CHUNK_ROWS, _GPU_TILE = 3 << 25, 768, 128
-# Rows of a chunk start at multiples of this many logits, so that accesses are wide for every vocabulary.
-_ALIGNED = 16
+from plait.kernels.launch import check, check_device, check_floating, compute_dtype, register
+from plait.kernels.loss_chunks import head_grad, head_once, head_stats
 
 
 def linear_cross_entropy_ref(
@@ -44,100 +34,6 @@ def linear_cross_entropy_ref(
     """The oracle of linear_cross_entropy on one whole vocabulary; options as `cross_entropy_ref`."""
     dtype = compute_dtype(x.dtype)
     return cross_entropy_ref(x.to(dtype) @ weight.to(dtype).t(), target, **options)  # type: ignore[arg-type]
-
-
-def _chunks(num_rows: int, num_local: int, on_gpu: bool = False) -> list[slice]:
-    if on_gpu:
-        step = max(_GPU_CHUNK_ROWS, _GPU_CHUNK_ELEMENTS // max(1, num_local) // _GPU_TILE * _GPU_TILE)
-    else:
-        step = max(1, _CHUNK_ELEMENTS // max(1, num_local))
-    return [slice(i, min(i + step, num_rows)) for i in range(0, num_rows, step)]
-
-
-def _logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x @ weight^T in the compute dtype, not rounded to 16 bits in between."""
-    dtype = compute_dtype(x.dtype)
-    if x.dtype == dtype:
-        return torch.mm(x, weight.t())
-    return torch.mm(x.to(dtype), weight.to(dtype).t())
-
-
-def _logits_into(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """`_logits` into `out`, which is returned; on a GPU the product of 16-bit inputs is written in fp32."""
-    if x.is_cuda and x.dtype != out.dtype:
-        return torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
-    return torch.mm(x.to(out.dtype), weight.to(out.dtype).t(), out=out)
-
-
-def _chunk_like(x: torch.Tensor, chunks: list[slice], num_local: int, dtype: torch.dtype) -> torch.Tensor:
-    """Room for the logits of the longest chunk, [n, V_local]."""
-    longest = chunks[0].stop if chunks else 0
-    return x.new_empty((longest, -(-num_local // _ALIGNED) * _ALIGNED), dtype=dtype)[:, :num_local]
-
-
-def head_stats(
-    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, vocab_start: int, softcap: float
-) -> torch.Tensor:
-    """`linear_cross_entropy_stats` without checks: for code that has a backward of its own."""
-    stats = torch.empty(4, x.shape[0], dtype=compute_dtype(x.dtype), device=x.device)
-    if not weight.shape[0]:
-        stats.zero_()
-        stats[0] = float("-inf")
-    elif use_triton(x):
-        chunks = _chunks(x.shape[0], weight.shape[0], x.is_cuda)
-        room = _chunk_like(x, chunks, weight.shape[0], stats.dtype)
-        for rows in chunks:
-            s = _logits_into(x[rows], weight, room[: rows.stop - rows.start])
-            stats_launch(s, target[rows], vocab_start, softcap, stats[:, rows]).run()
-    else:
-        for rows in _chunks(x.shape[0], weight.shape[0]):
-            s = capped(_logits(x[rows], weight), softcap)
-            plain_stats(s, target[rows], vocab_start, stats[:, rows])
-    return stats
-
-
-def head_grad(
-    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, dloss: torch.Tensor,
-    dweight: torch.Tensor | None, vocab_start: int, num_classes: int, label_smoothing: float, z_loss: float,
-    softcap: float, need_dx: bool,
-) -> torch.Tensor:  # fmt: skip
-    """dx (empty without need_dx), without checks or graph; adds into dweight in its own dtype."""
-    dx = x.new_empty(x.shape if need_dx else (0,))
-    if not weight.shape[0]:
-        return dx.zero_()
-    options = (vocab_start, num_classes, label_smoothing, z_loss, softcap)
-    if use_triton(x):
-        _grad_chunks(x, weight, target, lse, dloss, dweight, options, dx if need_dx else None)
-        return dx
-    for rows in _chunks(x.shape[0], weight.shape[0]):
-        s = capped(_logits(x[rows], weight), softcap)
-        grad = plain_grad(s, target[rows], lse[rows], dloss[rows], *options)
-        narrow = grad.to(x.dtype)
-        if need_dx:
-            torch.mm(narrow, weight, out=dx[rows])
-        if dweight is not None and dweight.dtype == x.dtype:
-            dweight.addmm_(narrow.t(), x[rows])
-        elif dweight is not None:
-            dweight.addmm_(grad.t(), x[rows].to(dweight.dtype))
-    return dx
-
-
-def _grad_chunks(
-    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, dloss: torch.Tensor,
-    dweight: torch.Tensor | None, options: tuple[int, int, float, float, float], dx: torch.Tensor | None,
-) -> None:  # fmt: skip
-    """`head_grad` by Triton: the gradient goes over the logits, 16-bit inputs' into a second, narrow chunk."""
-    chunks = _chunks(x.shape[0], weight.shape[0], x.is_cuda)
-    room = _chunk_like(x, chunks, weight.shape[0], lse.dtype)
-    narrow = room if x.dtype == lse.dtype else _chunk_like(x, chunks, weight.shape[0], x.dtype)
-    for rows in chunks:
-        s, grad = room[: rows.stop - rows.start], narrow[: rows.stop - rows.start]
-        _logits_into(x[rows], weight, s)
-        grad_launch(s, target[rows], lse[rows], dloss[rows], *options, grad).run()
-        if dx is not None:
-            torch.mm(grad, weight, out=dx[rows])
-        if dweight is not None:
-            wgrad_into(x[rows], grad, dweight, True)
 
 
 _stats = register(
@@ -151,6 +47,17 @@ _grad = register(
     " bool need_dx) -> Tensor",
     head_grad,
     lambda x, *args: x.new_empty(x.shape if args[-1] else (0,)),
+)
+_once = register(
+    "linear_cross_entropy_once(Tensor x, Tensor weight, Tensor target, Tensor dloss, int vocab_start,"
+    " int num_classes, float label_smoothing, float z_loss, float softcap, bool need_dx, bool need_dweight)"
+    " -> (Tensor, Tensor, Tensor)",
+    head_once,
+    lambda x, weight, target, dloss, *args: (
+        x.new_empty((3, x.shape[0]), dtype=compute_dtype(x.dtype)),
+        x.new_empty(x.shape if args[-2] else (0,)),
+        weight.new_empty(weight.shape if args[-1] else (0,), dtype=compute_dtype(x.dtype)),
+    ),
 )
 
 
@@ -206,30 +113,112 @@ def _check(op: str, x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Saves x, weight, target (the caller's), lse and what counts: 5 bytes per token. dx is the shard's partial."""
+    """Losses per token. Saves x, weight, target (the caller's), lse and what counts: 5 bytes per token."""
 
     @staticmethod
-    def forward(ctx, x, weight, target, ignore_index, options, num_classes, vocab_start, all_reduce):
-        label_smoothing, z_loss, softcap = options
-        lse, hit, total = merge_stats(_stats(x, weight, target, vocab_start, softcap), all_reduce)
+    def forward(ctx, x, weight, target, ignore_index, terms, all_reduce):
+        stats = _stats(x, weight, target, terms["vocab_start"], terms["softcap"])
+        lse, hit, total = merge_stats(stats, all_reduce)
         counts = target != ignore_index
         ctx.save_for_backward(x, weight, target, lse, counts)
-        ctx.options = dict(
-            num_classes=num_classes, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap,
-            vocab_start=vocab_start,
-        )  # fmt: skip
-        return token_loss(
-            lse, hit, total, counts, num_classes=num_classes, label_smoothing=label_smoothing, z_loss=z_loss
-        )
+        ctx.terms = terms
+        return _token_loss((lse, hit, total), counts, terms)
 
     @staticmethod
     def backward(ctx, dloss):
         x, weight, target, lse, counts = ctx.saved_tensors
         dx, dweight = linear_cross_entropy_grad(
             x, weight, target, lse, torch.where(counts, dloss, 0.0), need_dx=ctx.needs_input_grad[0],
-            need_dweight=ctx.needs_input_grad[1], **ctx.options,
+            need_dweight=ctx.needs_input_grad[1], **ctx.terms,
         )  # fmt: skip
-        return dx, None if dweight is None else dweight.to(weight.dtype), None, None, None, None, None, None
+        return dx, None if dweight is None else dweight.to(weight.dtype), None, None, None, None
+
+
+class _LinearCrossEntropyOnce(torch.autograd.Function):
+    """The reduced loss. Saves 5 bytes per token, dx, dweight in fp32 (fp64) and, with weights, a loss per token.
+
+    A backward hands over dx and dweight, scaled in place. A second one, over a graph that was kept, makes the logits
+    again. Under the compiler, which may not see tensors leave, they are scaled into new ones.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, target, weights, ignore_index, terms, reduction, all_reduce):
+        counts = target != ignore_index
+        dloss, divisor = _shares(counts, weights, reduction, compute_dtype(x.dtype))
+        need_dx, need_dweight = ctx.needs_input_grad[:2]
+        numbers = [terms[name] for name in ("vocab_start", "num_classes", "label_smoothing", "z_loss", "softcap")]
+        arguments = (x, weight, target, dloss, *numbers, need_dx, need_dweight)
+        merged, dx, dweight = _once(*arguments) if all_reduce is None else head_once(*arguments, all_reduce)
+        loss = _token_loss(merged.unbind(0), counts, terms)
+        value = reduce_losses(loss, counts, weights, reduction)
+        dweights = None
+        if weights is not None and ctx.needs_input_grad[3]:
+            dweights = loss if reduction == "sum" else torch.where(counts, loss - value, 0.0) / divisor
+        ctx.terms, ctx.held = terms, None
+        kept = (dx, dweight) if torch.compiler.is_compiling() else ()
+        if not kept:
+            ctx.held = [dx, dweight]
+        ctx.save_for_backward(x, weight, target, merged[0], dloss, dweights, *kept)
+        return value
+
+    @staticmethod
+    def backward(ctx, dvalue):
+        x, weight, target, lse, dloss, dweights, *kept = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        if kept:
+            dx, dweight = (total * dvalue for total in kept)
+        elif ctx.held is not None:
+            (dx, dweight), ctx.held = ctx.held, None
+            for total in (dx, dweight):
+                _scale_(total, dvalue)
+        else:
+            dx, dweight = linear_cross_entropy_grad(
+                x, weight, target, lse, dloss * dvalue, need_dx=needs[0], need_dweight=needs[1], **ctx.terms
+            )
+        return (
+            dx if needs[0] else None,
+            dweight.to(weight.dtype) if needs[1] else None,
+            None,
+            None if dweights is None else dweights * dvalue,
+            None, None, None, None,
+        )  # fmt: skip
+
+
+def _token_loss(merged: tuple[torch.Tensor, ...], counts: torch.Tensor, terms: dict[str, float]) -> torch.Tensor:
+    lse, hit, total = merged
+    names = ("num_classes", "label_smoothing", "z_loss")
+    return token_loss(lse, hit, total, counts, **{name: terms[name] for name in names})  # type: ignore[arg-type]
+
+
+def _shares(
+    counts: torch.Tensor, weights: torch.Tensor | None, reduction: str, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(derivative of `reduce_losses` by each token's loss, what "mean" divides by): the bits that autograd finds."""
+    shares = counts.to(dtype) if weights is None else torch.where(counts, weights.to(dtype), 0.0)
+    divisor = shares.sum()
+    if weights is None:
+        divisor = divisor.clamp(min=1)
+    divisor = torch.where(divisor == 0.0, 1.0, divisor)
+    return (shares if reduction == "sum" else shares * (1.0 / divisor)), divisor
+
+
+def _scale_(total: torch.Tensor, factor: torch.Tensor) -> None:
+    """total *= factor; where a look at the factor costs no wait, a factor of 1 is no pass over memory."""
+    if factor.device.type != "cpu" or float(factor) != 1.0:
+        total.mul_(factor)
+
+
+def _wanted(grad_in_forward: bool | None, x: torch.Tensor, weight: torch.Tensor, reduction: str, local: bool) -> bool:
+    """Whether both gradients are made in the forward."""
+    check(
+        not grad_in_forward or reduction != "none",
+        lambda: "linear_cross_entropy: grad_in_forward needs a reduction; expected 'sum' or 'mean', got 'none'",
+    )
+    if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
+        return False
+    if grad_in_forward is None:
+        return local and reduction != "none" and x.dtype is not torch.float16
+    return grad_in_forward
 
 
 def linear_cross_entropy(
@@ -246,6 +235,7 @@ def linear_cross_entropy(
     num_classes: int | None = None,
     reduction: str = "mean",
     all_reduce: AllReduce | None = None,
+    grad_in_forward: bool | None = None,
     debug: bool = False,
 ) -> torch.Tensor:
     """Cross entropy of `x[..., D] @ weight[V_local, D]^T` with int64 `target[...]`; logits are never stored.
@@ -254,12 +244,19 @@ def linear_cross_entropy(
     `vocab_start`, and `num_classes` (needed for label smoothing and debug) counts the whole vocabulary; dx is then
     the shard's partial, to be summed by the caller. `weight_per_token`, `debug` and errors as `cross_entropy`. Saves
     5 bytes per token beyond the caller's x, weight and target, and makes one chunk of logits at a time.
+
+    `grad_in_forward` makes both gradients beside the loss, three products in place of four, and keeps them for the
+    backward: x's size, and 4 (8) bytes per element of weight. By default it is done for a reduced loss of a whole
+    vocabulary, but not in fp16, whose gradients need a loss scale before they are rounded. False is right where many
+    forwards come before the first backward; True over shards exchanges twice per chunk and not twice in all.
     """
     _check("linear_cross_entropy", x, weight, target)
     check_options("linear_cross_entropy", target, weight_per_token, label_smoothing, softcap, reduction)
     check(
-        num_classes is not None or all_reduce is None or (label_smoothing == 0.0 and not debug),
-        lambda: f"linear_cross_entropy: {'debug' if debug else 'label smoothing'} over shards needs num_classes",
+        num_classes is not None or all_reduce is None or not (label_smoothing or debug or grad_in_forward),
+        lambda: (
+            "linear_cross_entropy: label smoothing, debug and grad_in_forward over shards need num_classes, got None"
+        ),
     )
     num_classes = num_classes or weight.shape[0]
     check(
@@ -268,9 +265,13 @@ def linear_cross_entropy(
     )
     if debug:
         check_targets("linear_cross_entropy", target, num_classes, ignore_index)
-    flat = target.reshape(-1)
-    loss = _LinearCrossEntropy.apply(
-        x.reshape(-1, x.shape[-1]), weight, flat, ignore_index, (label_smoothing, z_loss, softcap),
-        num_classes, vocab_start, all_reduce,
+    flat, rows = target.reshape(-1), x.reshape(-1, x.shape[-1])
+    terms = dict(
+        vocab_start=vocab_start, num_classes=num_classes, label_smoothing=label_smoothing, z_loss=z_loss,
+        softcap=softcap,
     )  # fmt: skip
+    if _wanted(grad_in_forward, x, weight, reduction, all_reduce is None):
+        weights = None if weight_per_token is None else weight_per_token.reshape(-1)
+        return _LinearCrossEntropyOnce.apply(rows, weight, flat, weights, ignore_index, terms, reduction, all_reduce)
+    loss = _LinearCrossEntropy.apply(rows, weight, flat, ignore_index, terms, all_reduce)
     return reduce_losses(loss.view(target.shape), target != ignore_index, weight_per_token, reduction)

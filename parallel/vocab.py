@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.kernels import embed, linear, merge_stats, token_loss
-from plait.kernels.loss import head_grad, head_stats
+from plait.kernels.loss_chunks import head_grad, head_stats
 from plait.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from plait.parallel.gradients import GradSink, add_use, grad_home, notify
 from plait.parallel.mesh import Axis

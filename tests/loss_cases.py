@@ -84,6 +84,58 @@ def sharded(x, weight, target, sizes, **options):
     return losses, sum(dx for dx, _ in pieces), torch.cat([dw for _, dw in pieces])
 
 
+def exchange_of(stats, rank, slices):
+    """all_reduce of one rank whose peers have `stats` (a [4, N] per rank), called twice for each of `slices`."""
+    calls = [(kind, rows) for rows in slices for kind in ("max", "sum")]
+
+    def all_reduce(tensor, kind):
+        wanted, rows = calls.pop(0)
+        assert kind == wanted
+        parts = [s[:, rows] for s in stats]
+        top = torch.stack([part[0] for part in parts]).amax(0)
+        if kind == "max":
+            assert torch.equal(tensor, parts[rank][0])
+            return top
+        sent = [part[1:].clone() for part in parts]
+        for other, part in zip(sent, parts, strict=True):
+            other[0] *= torch.where(part[0] == top, 1.0, torch.exp(part[0] - top))
+        assert torch.equal(sent[rank], tensor)
+        return sum(sent)
+
+    return all_reduce, calls
+
+
+def run_once(op, target, x, weight, weights=None, factor=1.0, **options):
+    """[value, dx, dweight, dweights] of a reduced loss times `factor`."""
+    leaves = [t.detach().clone().requires_grad_() for t in (x, weight) + (() if weights is None else (weights,))]
+    more = {} if weights is None else {"weight_per_token": leaves[2]}
+    value = op(*leaves[:2], target, **more, **options)
+    return [value.detach(), *torch.autograd.grad(value * factor, leaves)]
+
+
+def check_shards_once(sizes, options):
+    """Both gradients in the forward of every shard, exchanged over chunks of four and two tokens, like the whole."""
+    x, weight, target = normal(6, 4), normal(7, 4, seed=1), targets(6, classes=7)
+    target[2] = -100
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    shards = [weight[s : s + n] for s, n in zip(starts, sizes, strict=True)]
+    stats = [
+        linear_cross_entropy_stats(x, w, target, vocab_start=s, softcap=options.get("softcap", 0.0))
+        for w, s in zip(shards, starts, strict=True)
+    ]
+    want = run_once(linear_cross_entropy_ref, target, x, weight, **options)
+    results = []
+    for rank, (w, start) in enumerate(zip(shards, starts, strict=True)):
+        all_reduce, calls = exchange_of(stats, rank, [slice(0, 4), slice(4, 6)])
+        how = dict(vocab_start=start, num_classes=7, all_reduce=all_reduce, grad_in_forward=True, **options)
+        results.append(run_once(linear_cross_entropy, target, x, w, **how))
+        assert not calls
+    for result in results:
+        torch.testing.assert_close(result[0], want[0])
+    torch.testing.assert_close(sum(r[1] for r in results), want[1])
+    torch.testing.assert_close(torch.cat([r[2] for r in results]), want[2])
+
+
 def check_weights():
     """weight_per_token over reductions and entry points, its own gradient too."""
     target = targets(3, 5)

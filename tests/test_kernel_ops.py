@@ -84,6 +84,10 @@ CASES = {
         (_c(3, 4), _c(9, 4), TOKENS[0], _c(3), _c(3), None, 0, 9, 0.0, 0.0, 0.0, False),
         (_c(4, 3).t(), _c(0, 4), TOKENS[0], _c(3), _c(3), _c(0, 4), 9, 9, 0.0, 0.0, 0.0, True),
     ],
+    "linear_cross_entropy_once": [
+        (_c(3, 4), _c(9, 4), TOKENS[0], _c(3), 0, 9, 0.1, 0.1, 2.0, True, True),
+        (_c(4, 3).t(), _c(9, 4), TOKENS[0], _c(3), 0, 9, 0.0, 0.0, 0.0, False, False),
+    ],
     "l2_norm_squared": [([_c(3), _c(2, 2)],)],
     "adamw_": [
         ([_c(3)], [_c(3)], [_c(3)], [_c(3).square()], [], torch.tensor(0.5), 1, 0.1, 0.9, 0.99, 1e-8, 0.1),
@@ -138,6 +142,7 @@ def test_opcheck(name, arguments):
             "cross_entropy_grad",
             "linear_cross_entropy_stats",
             "linear_cross_entropy_grad",
+            "linear_cross_entropy_once",
         ]
     ),
 )

@@ -13,11 +13,22 @@ from plait.kernels import (
     linear_cross_entropy_grad,
     linear_cross_entropy_ref,
     linear_cross_entropy_stats,
-    loss,
+    loss_chunks,
     merge_stats,
 )
-from tests.cases import TOLERANCE, compare, normal
-from tests.loss_cases import CASES, OPTIONS, check_bad_logits, check_random, check_weights, sharded, targets
+from tests.cases import TOLERANCE, close, compare, normal
+from tests.loss_cases import (
+    CASES,
+    OPTIONS,
+    LiveBytes,
+    check_bad_logits,
+    check_random,
+    check_shards_once,
+    check_weights,
+    run_once,
+    sharded,
+    targets,
+)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -153,26 +164,119 @@ def test_vocabularies_beyond_16_bits(vocab):
     torch.testing.assert_close(got, torch.nn.functional.cross_entropy(x @ weight.t(), target))
 
 
-def test_chunks_of_tokens_change_nothing_and_bound_the_logits(monkeypatch):
+@pytest.mark.parametrize("once", [False, True])
+def test_chunks_of_tokens_change_nothing_and_bound_the_logits(monkeypatch, once):
     x, weight, target = normal(9, 4), normal(11, 4, seed=1), targets(9)
-
-    def run():
-        a, b = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        value = linear_cross_entropy(a, b, target)
-        return value, *torch.autograd.grad(value, (a, b))
-
-    whole = run()
+    whole = run_once(linear_cross_entropy, target, x, weight, grad_in_forward=once)
     widest = []
-    plain = loss._logits
-    monkeypatch.setattr(loss, "_logits", lambda x, w: widest.append(x.shape[0] * w.shape[0]) or plain(x, w))
-    monkeypatch.setattr(loss, "_CHUNK_ELEMENTS", 25)
-    for a, b in zip(whole, run(), strict=True):
+    stats = loss_chunks.plain_stats
+    monkeypatch.setattr(loss_chunks, "plain_stats", lambda s, *rest: widest.append(s.numel()) or stats(s, *rest))
+    monkeypatch.setattr(loss_chunks, "_CHUNK_ELEMENTS", 25)
+    for a, b in zip(whole, run_once(linear_cross_entropy, target, x, weight, grad_in_forward=once), strict=True):
         torch.testing.assert_close(a, b)
-    assert max(widest) <= 25 and len(widest) == 10
+    assert max(widest) <= 25 and len(widest) == 5
+
+
+# ---- both gradients in the forward ----
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_gradients_made_in_the_forward_have_the_bits_of_those_made_in_the_backward(
+    monkeypatch, name, reduction, dtype
+):
+    """Over chunks of five rows, and blocks of two within them, for a gradient of the loss of 1."""
+    monkeypatch.setattr(loss_chunks, "_CHUNK_ELEMENTS", 5 * 11)
+    monkeypatch.setattr(loss_chunks, "_CACHED_ELEMENTS", 2 * 11)
+    target, options = targets(13), dict(OPTIONS[name], reduction=reduction)
+    target[4] = options.get("ignore_index", -100)
+    x, weight, weights = normal(13, 4, dtype=dtype), normal(11, 4, dtype=dtype, seed=1), normal(13, seed=2).to(dtype)
+    for more in (None, weights):
+        late, early = (
+            run_once(linear_cross_entropy, target, x, weight, more, grad_in_forward=form, **options)
+            for form in (False, True)
+        )
+        for what, a, b in zip(("value", "dx", "dweight"), late, early, strict=False):
+            assert a.dtype == b.dtype and torch.equal(a, b), what
+        if more is not None:
+            close(early[3], late[3], dtype, "dweights")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("factor", [1.0 / 3.0, -2.0, 0.0, 1e4])
+def test_gradients_made_in_the_forward_are_scaled_by_that_of_the_loss(factor, dtype):
+    """dweight is scaled before it is rounded; dx of 16 bits after it, within twice the error of one rounding."""
+    x, weight, target = normal(9, 4, dtype=dtype), normal(11, 4, dtype=dtype, seed=1), targets(9)
+    got = run_once(linear_cross_entropy, target, x, weight, factor=factor, grad_in_forward=True)
+    want = run_once(linear_cross_entropy_ref, target, x.double(), weight.double(), factor=factor)
+    plain = run_once(linear_cross_entropy, target, x, weight, factor=factor, grad_in_forward=False)
+    for a, b, c in zip(got[1:], plain[1:], want[1:], strict=True):
+        size = float(c.abs().max()) * torch.finfo(dtype).eps
+        assert float((a.double() - c).abs().max()) <= 2.0 * float((b.double() - c).abs().max()) + size
+
+
+def test_a_kept_graph_gives_the_same_gradients_again():
+    x, weight, target = normal(9, 4).requires_grad_(), normal(11, 4, seed=1).requires_grad_(), targets(9)
+    value = 3.0 * linear_cross_entropy(x, weight, target, grad_in_forward=True)
+    first, second, third = (torch.autograd.grad(value, (x, weight), retain_graph=True) for _ in range(3))
+    for a, b, c in zip(first, second, third, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-16)
+        assert torch.equal(b, c)
+
+
+def counted_products(monkeypatch):
+    """A list that gets the multiplications of each matrix product of the plain path."""
+    counts, mm, addmm_ = [], torch.mm, torch.Tensor.addmm_
+
+    def count(a, b):
+        counts.append(a.shape[0] * a.shape[1] * b.shape[1])
+
+    monkeypatch.setattr(torch, "mm", lambda a, b, **more: count(a, b) or mm(a, b, **more))
+    monkeypatch.setattr(torch.Tensor, "addmm_", lambda self, a, b, **more: count(a, b) or addmm_(self, a, b, **more))
+    return counts
+
+
+@pytest.mark.parametrize("once,products", [(None, 3), (True, 3), (False, 4)])
+def test_the_number_of_products(monkeypatch, once, products):
+    monkeypatch.setattr(loss_chunks, "_CHUNK_ELEMENTS", 25)
+    counts, one = counted_products(monkeypatch), 9 * 4 * 11
+    x, weight = normal(9, 4).requires_grad_(), normal(11, 4, seed=1).requires_grad_()
+    linear_cross_entropy(x, weight, targets(9), grad_in_forward=once).backward()
+    assert sum(counts) == products * one
+    counts.clear()
+    with torch.no_grad():
+        linear_cross_entropy(x, weight, targets(9), grad_in_forward=once)
+    assert sum(counts) == one
+    counts.clear()
+    linear_cross_entropy(x, weight.detach(), targets(9), grad_in_forward=once).backward()
+    assert sum(counts) == (products - 1) * one
+
+
+def test_the_memory_of_gradients_in_the_forward(monkeypatch):
+    """One chunk of logits, a few blocks of it, dx and dweight: a tenth of the 12 bytes per logit of plain torch."""
+    monkeypatch.setattr(loss_chunks, "_CHUNK_ELEMENTS", 8 * 256)
+    monkeypatch.setattr(loss_chunks, "_CACHED_ELEMENTS", 2 * 256)
+    x, weight = normal(512, 4, dtype=torch.float32), normal(256, 4, dtype=torch.float32, seed=1)
+    with LiveBytes() as live:
+        results = loss_chunks.head_once(
+            x, weight, targets(512, classes=256), torch.ones(512), 0, 256, 0.1, 0.01, 0.0, True, True
+        )
+    results_bytes = sum(t.nbytes for t in results)
+    assert results_bytes + 4 * 8 * 256 < live.peak <= results_bytes + 4 * 8 * 256 + 5 * 4 * 2 * 256
+    assert live.peak * 10 <= 12 * 512 * 256
+
+
+@pytest.mark.parametrize("sizes", [(7,), (4, 3), (0, 7), (4, 0, 3)])
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_shards_make_both_gradients_in_the_forward(monkeypatch, sizes, name):
+    """All ranks exchange twice per chunk of the whole vocabulary, however many rows their shards have."""
+    monkeypatch.setattr(loss_chunks, "_CHUNK_ELEMENTS", 4 * 7)
+    check_shards_once(sizes, OPTIONS[name])
 
 
 def test_weight_gradient_over_chunks_is_summed_in_fp32(monkeypatch):
-    monkeypatch.setattr(loss, "_CHUNK_ELEMENTS", 16)
+    monkeypatch.setattr(loss_chunks, "_CHUNK_ELEMENTS", 16)
     x, weight = normal(256, 4, dtype=torch.bfloat16), normal(16, 4, dtype=torch.bfloat16, seed=1)
     target = targets(256, classes=16)
     out = torch.full((16, 4), 5.0)
@@ -285,13 +389,15 @@ def test_any_shape_options_and_shards(case):
 def test_the_rows_of_a_gpu_chunk_and_its_bytes():
     """Whole tiles, at least 768 tokens. Plain torch holds 12 bytes per logit: log-softmax, two gradients."""
     for num_rows, num_local, step in ((4096, 128_256, 768), (8192, 16_032, 6272), (99_999, 300_000, 768), (5, 1, 5)):
-        chunks = loss._chunks(num_rows, num_local, on_gpu=True)
+        chunks = loss_chunks._chunks(num_rows, num_local, on_gpu=True)
         assert chunks[0].stop == step and chunks[-1].stop == num_rows
         assert sum(c.stop - c.start for c in chunks) == num_rows
         assert all(c.stop - c.start == step for c in chunks[:-1])
-    longest = loss._chunks(4096, 128_256, on_gpu=True)[0].stop
+    longest = loss_chunks._chunks(4096, 128_256, on_gpu=True)[0].stop
     assert (4 + 2) * longest * 10 < 12 * 4096
-    room = loss._chunk_like(torch.empty(4096, 1, device="meta"), loss._chunks(4096, 50_257, True), 50_257, torch.half)
+    room = loss_chunks._chunk_like(
+        torch.empty(4096, 1, device="meta"), loss_chunks._chunks(4096, 50_257, True), 50_257, torch.half
+    )
     assert room.shape == (1920, 50_257) and room.stride() == (50_272, 1)
 
 
@@ -309,7 +415,7 @@ def test_bad_input_is_refused():
         (
             lambda: linear_cross_entropy(x, weight, target, debug=True, all_reduce=lambda t, kind: t),
             ValueError,
-            "debug over shards needs num_classes",
+            "debug and grad_in_forward over shards need num_classes",
         ),
         (lambda: linear_cross_entropy(x, weight.t(), target), ValueError, "do not fit"),
         (lambda: linear_cross_entropy(x, weight.half(), target), TypeError, "weight is torch.float16"),
@@ -317,7 +423,12 @@ def test_bad_input_is_refused():
         (
             lambda: linear_cross_entropy(x, weight, target, label_smoothing=0.1, all_reduce=lambda t, kind: t),
             ValueError,
-            "needs num_classes",
+            "need num_classes",
+        ),
+        (
+            lambda: linear_cross_entropy(x, weight, target, reduction="none", grad_in_forward=True),
+            ValueError,
+            "grad_in_forward needs a reduction",
         ),
     ):
         with pytest.raises(error, match=text):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from plait.kernels import cross_entropy, linear_cross_entropy, loss, merge_stats
+from plait.kernels import cross_entropy, linear_cross_entropy, loss_chunks, merge_stats
 from tests.cases import normal
 from tests.loss_cases import targets
 
@@ -31,8 +31,8 @@ def _gradients(function, *inputs):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("classes", [50_257, 32_000])
 def test_at_most_twice_as_far_off_as_plain_torch_and_the_same_twice(dtype, classes, monkeypatch):
-    monkeypatch.setattr(loss, "_GPU_CHUNK_ELEMENTS", 0)
-    monkeypatch.setattr(loss, "_GPU_CHUNK_ROWS", 128)
+    monkeypatch.setattr(loss_chunks, "_GPU_CHUNK_ELEMENTS", 0)
+    monkeypatch.setattr(loss_chunks, "_GPU_CHUNK_ROWS", 128)
     *inputs, target = _inputs(300, 256, classes, dtype)
     plain = torch.nn.functional.cross_entropy
     ours = [_gradients(lambda x, w: linear_cross_entropy(x, w, target), *inputs) for _ in range(2)]
@@ -59,12 +59,12 @@ def test_more_than_two_billion_logits():
 def test_peak_memory_is_one_chunk_beyond_the_results():
     x, weight, target = _inputs(2048, 128, 128_256, torch.bfloat16)
     dloss, dweight = torch.ones(2048, device=DEVICE), torch.zeros_like(weight, dtype=torch.float32)
-    loss.head_stats(x, weight, target, 0, 0.0)  # compiles, and makes cuBLAS's workspace
+    loss_chunks.head_stats(x, weight, target, 0, 0.0)  # compiles, and makes cuBLAS's workspace
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    lse = merge_stats(loss.head_stats(x, weight, target, 0, 0.0))[0]
-    loss.head_grad(x, weight, target, lse, dloss, dweight, 0, 128_256, 0.0, 0.0, 0.0, True)
+    lse = merge_stats(loss_chunks.head_stats(x, weight, target, 0, 0.0))[0]
+    loss_chunks.head_grad(x, weight, target, lse, dloss, dweight, 0, 128_256, 0.0, 0.0, 0.0, True)
     # 6 bytes per logit of 768 rows, dx, and 64 MiB for workspaces and numbers per token.
     assert torch.cuda.max_memory_allocated() - before <= 6 * 768 * 128_256 + x.nbytes + (64 << 20)
 
@@ -74,9 +74,13 @@ def test_a_captured_graph_gives_the_same_bits():
     dloss = torch.ones(300, device=DEVICE)
 
     def step():
-        lse = merge_stats(loss.head_stats(x, weight, target, 0, 5.0))[0]
+        lse = merge_stats(loss_chunks.head_stats(x, weight, target, 0, 5.0))[0]
         dweight = torch.zeros_like(weight, dtype=torch.float32)
-        return lse, dweight, loss.head_grad(x, weight, target, lse, dloss, dweight, 0, 1000, 0.1, 0.01, 5.0, True)
+        return (
+            lse,
+            dweight,
+            loss_chunks.head_grad(x, weight, target, lse, dloss, dweight, 0, 1000, 0.1, 0.01, 5.0, True),
+        )
 
     want = step()
     graph = torch.cuda.CUDAGraph()

@@ -15,7 +15,7 @@ from plait.kernels import (
     linear_cross_entropy,
     linear_cross_entropy_grad,
     linear_cross_entropy_ref,
-    loss,
+    loss_chunks,
     loss_points,
     loss_triton,
     merge_stats,
@@ -30,7 +30,9 @@ from tests.loss_cases import (
     accuracy,
     check_bad_logits,
     check_random,
+    check_shards_once,
     check_weights,
+    run_once,
     sharded,
     targets,
 )
@@ -359,7 +361,7 @@ def test_rows_more_than_two_billion_elements_apart():
 def test_chunks_of_tokens_change_nothing(monkeypatch):
     inputs, target = (normal(9, 4), normal(11, 4, seed=1)), targets(9)
     whole = _loss_and_gradients(lambda x, w: linear_cross_entropy(x, w, target), *inputs)
-    monkeypatch.setattr(loss, "_CHUNK_ELEMENTS", 25)
+    monkeypatch.setattr(loss_chunks, "_CHUNK_ELEMENTS", 25)
     for a, b in zip(
         whole, _loss_and_gradients(lambda x, w: linear_cross_entropy(x, w, target), *inputs), strict=True
     ):
@@ -369,18 +371,18 @@ def test_chunks_of_tokens_change_nothing(monkeypatch):
 @marked(*interpreted)
 def test_live_memory_is_one_chunk_of_logits(monkeypatch):
     """fp32: 4 bytes per logit of a chunk, its rows padded to 16, beyond what is returned; 16-bit: 6 in backward."""
-    monkeypatch.setattr(loss, "_CHUNK_ELEMENTS", 8 * 20)
+    monkeypatch.setattr(loss_chunks, "_CHUNK_ELEMENTS", 8 * 20)
     target = targets(64, classes=20)
     for dtype, narrow in ((torch.float32, 0), (torch.float16, 2)):
         x, weight = normal(64, 4, dtype=dtype), normal(20, 4, dtype=dtype, seed=1)
         # The interpreter runs on a CPU, whose product of 16-bit inputs copies them to fp32; a GPU's does not.
         copies = 0 if dtype is torch.float32 else 4 * (8 * 4 + 20 * 4)
         with LiveBytes() as forward:
-            stats = loss.head_stats(x, weight, target, 0, 0.0)
+            stats = loss_chunks.head_stats(x, weight, target, 0, 0.0)
         assert stats.nbytes + 4 * 8 * 32 <= forward.peak <= stats.nbytes + 4 * 8 * 32 + copies
         lse, dloss, dweight = merge_stats(stats)[0], torch.ones(64), torch.zeros(20, 4)
         with LiveBytes() as backward:
-            dx = loss.head_grad(x, weight, target, lse, dloss, dweight, 0, 20, 0.0, 0.0, 0.0, True)
+            dx = loss_chunks.head_grad(x, weight, target, lse, dloss, dweight, 0, 20, 0.0, 0.0, 0.0, True)
         chunk = (4 + narrow) * 8 * 32
         # The weight gradient's product copies a chunk of the gradient and of x to fp32 there.
         copies = 0 if dtype is torch.float32 else 4 * (8 * 20 + 8 * 4 + 20 * 4)
@@ -388,9 +390,33 @@ def test_live_memory_is_one_chunk_of_logits(monkeypatch):
 
 
 @marked(*interpreted)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_gradients_made_in_the_forward_have_the_bits_of_those_made_in_the_backward(monkeypatch, name, dtype):
+    monkeypatch.setattr(loss_chunks, "_CHUNK_ELEMENTS", 4 * 11)
+    target = targets(6)
+    target[4] = -100
+    x, weight, weights = normal(6, 4, dtype=dtype), normal(11, 4, dtype=dtype, seed=1), normal(6, seed=2).to(dtype)
+    with support(dtype):
+        for more in (None, weights):
+            late, early = (
+                run_once(linear_cross_entropy, target, x, weight, more, grad_in_forward=form, **OPTIONS[name])
+                for form in (False, True)
+            )
+            assert all(torch.equal(a, b) for a, b in zip(late[:3], early[:3], strict=True))
+
+
+@marked(*interpreted)
+@pytest.mark.parametrize("sizes", [(4, 3), (4, 0, 3)])
+def test_shards_make_both_gradients_in_the_forward(monkeypatch, sizes):
+    monkeypatch.setattr(loss_chunks, "_CHUNK_ELEMENTS", 4 * 7)
+    check_shards_once(sizes, OPTIONS["all"])
+
+
+@marked(*interpreted)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_weight_gradient_over_chunks_is_summed_in_fp32(monkeypatch, dtype):
-    monkeypatch.setattr(loss, "_CHUNK_ELEMENTS", 16)
+    monkeypatch.setattr(loss_chunks, "_CHUNK_ELEMENTS", 16)
     x, weight, target = normal(96, 4, dtype=dtype), normal(16, 4, dtype=dtype, seed=1), targets(96, classes=16)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     out = torch.full((16, 4), 5.0, dtype=wide)

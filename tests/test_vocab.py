@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.kernels import loss as loss_kernels
+from plait.kernels import loss_chunks as loss_kernels
 from plait.parallel.mesh import Axis, Mesh
 from plait.parallel.placement import gather_full
 from plait.parallel.random import init_normal_
