@@ -18,6 +18,7 @@ from plait.ckpt.optimizer import optimizer_state
 from plait.ckpt.restore import Report, Restored
 from plait.ckpt.snapshots import Snapshots
 from plait.ckpt.state import PerRank
+from plait.ckpt.trigger import Trigger
 
 __all__ = [
     "Handle",
@@ -31,5 +32,6 @@ __all__ = [
     "SnapshotLocked",
     "Snapshots",
     "StateError",
+    "Trigger",
     "optimizer_state",
 ]

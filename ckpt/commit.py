@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from plait import _C
+from plait.ckpt.aside import metrics_of
 from plait.ckpt.capture import Captured, Capturer
 from plait.ckpt.errors import SnapshotDamaged, SnapshotError
 from plait.ckpt.folders import (
@@ -169,6 +170,7 @@ def coordinate(writer: Writer, attempt: str, step: int, lock: RootLock, run: str
         aliases=table.aliases,
         num_tensors=len(table.tensors),
         num_bytes=sum(entry.num_bytes for entry in table.tensors.values()),
+        metrics=metrics_of(fragments[0].objects),
     )
     publish(writer.io, folder / MANIFEST, to_bytes(manifest))
     final = writer.root / step_name(step, next_generation(writer.root, step))

@@ -49,6 +49,13 @@ def _is_text(value: Any) -> bool:
     return type(value) is str
 
 
+def _is_float_text(value: Any) -> bool:
+    try:
+        return _is_text(value) and len(value) <= 40 and float.fromhex(value).hex() == value
+    except (ValueError, OverflowError):
+        return False
+
+
 def _is_dict_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: type(value) is dict and all(map(check, value.values()))
 
@@ -68,6 +75,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "pair?": _or_null(_is_pair),
     "crcs": lambda value: type(value) is list and all(type(v) is int and 0 <= v < 1 << 32 for v in value),
     "names": _is_dict_of(_is_text),
+    "floats": _is_dict_of(_is_float_text),
     "sizes": _is_dict_of(_is_size),
     "values": lambda value: type(value) is dict,
 }
@@ -182,6 +190,7 @@ class Manifest:
     aliases: dict[str, str] = _is("names")
     num_tensors: int = _is("size")
     num_bytes: int = _is("size")
+    metrics: dict[str, str] = field(default_factory=dict, metadata={"kind": "floats", "optional": True})
 
 
 @dataclass(frozen=True)

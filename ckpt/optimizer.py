@@ -32,10 +32,11 @@ class OptimizerState:
                 self._names.append(by_id[id(parameter)])
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns {"state": {parameter name: {...}}, "groups": {number: options}, "group_of": {parameter name:
-        number}}: each rank of a pipeline has its own parameters, and all agree on the options of a group."""
+        """Returns {"state": {parameter name: {...}}, "groups": {number: [[option, value], ...]}, "group_of":
+        {parameter name: number}}: each rank of a pipeline has its own parameters, and all agree on a group's options.
+        """
         raw = self._optimizer.state_dict()
-        groups = {i: {k: v for k, v in group.items() if k not in _BY_PLACE} for i, group in _numbered(raw)}
+        groups = {i: [[k, v] for k, v in group.items() if k not in _BY_PLACE] for i, group in _numbered(raw)}
         group_of = {self._names[p]: i for i, group in _numbered(raw) for p in group["params"]}
         state = {self._names[p]: part for p, part in raw["state"].items()}
         return {"state": state, "groups": groups, "group_of": group_of}
@@ -55,7 +56,7 @@ class OptimizerState:
                 saved = content["group_of"].get(self._names[p])
                 if saved != i:
                     raise StateError(f"parameter {self._names[p]!r} is in group {i}, in the snapshot in {saved}")
-            groups.append({**own, **content["groups"][i]})
+            groups.append({**own, **dict(content["groups"][i])})
         state = {numbers[name]: part for name, part in content["state"].items()}
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from plait import _C
 from plait.ckpt.agree import Agreement
+from plait.ckpt.aside import METRICS, check_metrics
 from plait.ckpt.background import Background, Ownership
 from plait.ckpt.capture import Capturer
 from plait.ckpt.commit import Writer
@@ -28,7 +29,7 @@ from plait.ckpt.keep import Policy
 from plait.ckpt.lock import RootLock
 from plait.ckpt.manifest import FORMATS, RUN, Run, from_bytes, to_bytes
 from plait.ckpt.restore import Restored, Wanted, newest_valid, restore_state
-from plait.ckpt.state import flatten
+from plait.ckpt.state import Node, flatten
 
 _RUN_BYTES = 4096
 _GRACE_S = 30.0  # how long a program that fails still waits for a save in flight
@@ -37,8 +38,8 @@ _GRACE_S = 30.0  # how long a program that fails still waits for a save in fligh
 class Snapshots:
     """Snapshots of one run under `root`. Under torch.distributed: `Snapshots.of_process_group(root)`.
 
-    keep_last, keep_every: retention (keep.Policy). rank, world_size, session: of this launch; `session` is any
-    integer equal on all ranks and new at every launch, needed when world_size > 1. grid: noted in the manifest.
+    keep_last, keep_every, keep_best: retention (keep.Policy). rank, world_size, session: of this launch; `session` is
+    any integer equal on all ranks and new at every launch, needed when world_size > 1. grid: noted in the manifest.
     timeout_s: how long a rank is waited for before it is named. pool_bytes: staging memory made (and faulted in) now
     instead of at the first save. rate_limit: bytes per second for writing, 0 none. read_only: takes no LOCK, saves
     nothing. agreement_root: where ranks agree during a restore, when they cannot write to `root`. io: the system
@@ -54,6 +55,7 @@ class Snapshots:
         *,
         keep_last: int | None = 3,
         keep_every: int | None = None,
+        keep_best: tuple[str, str, int] | None = None,
         rank: int = 0,
         world_size: int = 1,
         session: int | None = None,
@@ -74,7 +76,7 @@ class Snapshots:
             raise ValueError("session: several ranks need one integer, equal on all and new at every launch")
         self.root = Path(root).absolute()
         self.rank, self.world_size = rank, world_size
-        self.policy = Policy(keep_last, keep_every)
+        self.policy = Policy(keep_last, keep_every, keep_best)
         self.waits = 0
         self._session = f"{(secrets.randbits(64) if session is None else session) & (2**64 - 1):016x}"
         self._grid = dict(grid or {})
@@ -100,13 +102,21 @@ class Snapshots:
         asks for (plait.ckpt.group); the same as `Snapshots(root, **options)` when there is no group."""
         return cls(root, **{**launch_of_group(), **options})
 
-    def save(self, step: int, state: dict[str, Any], *, force: bool = False) -> Handle:
+    def save(
+        self,
+        step: int,
+        state: dict[str, Any],
+        *,
+        force: bool = False,
+        metrics: Mapping[str, float] | None = None,
+    ) -> Handle:
         """Captures `state` as it is now and returns; writing and commit go on in the background.
 
         All ranks call it with the same step, in the same order. One save is in flight at a time: another one waits
         for it (and is counted in `waits` unless `force`, which says that the wait is meant, as at the end of a run);
         skipping would leave ranks with different ideas of what was saved. Raises an earlier save's error first,
-        StateError for what cannot be stored; nothing of this step is then written.
+        StateError for what cannot be stored; nothing of this step is then written. metrics: noted in the manifest
+        for `keep_best` and for people; rank 0's count.
         """
         if self._background is None or self._capturer is None:
             raise SnapshotError(f"'{self.root}' was opened read-only, or is closed: nothing can be saved")
@@ -121,7 +131,10 @@ class Snapshots:
         self._sequence += 1
         handle = Handle(step, self._sequence)
         try:
-            captured = self._capturer.capture(flatten(state))
+            flat = flatten(state)
+            if metrics:
+                flat.values[METRICS] = Node("value", METRICS, "metrics", check_metrics(metrics))
+            captured = self._capturer.capture(flat)
         except BaseException as error:
             self._background.refuse(handle, error)
             raise

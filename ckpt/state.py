@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from plait.ckpt.bare import BARE, bare_digest
+from plait.ckpt.aside import BARE, bare_digest
 from plait.ckpt.errors import StateError
 from plait.ckpt.lazy import ABSENT, Lazy, optimizer_template
 from plait.ckpt.leaf import Leaf, Replicas, Sharded, leaf_of

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from plait.ckpt.bare import BARE, check_bare
+from plait.ckpt.aside import BARE, check_bare, is_aside
 from plait.ckpt.box import Box, Part, contains, cover_error, full_box, parts_of
 from plait.ckpt.errors import SnapshotDamaged, StateError
 from plait.ckpt.layout import stored_bytes, torch_dtype
@@ -63,8 +63,13 @@ class Table:
 
 
 def build_table(fragments: Iterable[Fragment], where: str) -> Table:
-    """Checks all pieces and returns the table. Raises SnapshotDamaged naming `where`, rank and tensor."""
+    """Checks all pieces and returns the table. Raises SnapshotDamaged naming `where`, rank and tensor.
+
+    Copies that did not know of each other (a DTensor repeated along a mesh dim that its own mesh does not have) are
+    all written; pieces of one range with the same bytes count once, and with other bytes are an error.
+    """
     tensors: dict[str, TensorEntry] = {}
+    written: dict[tuple[Any, ...], Source] = {}
     aliases: dict[str, tuple[str, int]] = {}
     for fragment in fragments:
         for piece in fragment.pieces:
@@ -76,7 +81,16 @@ def build_table(fragments: Iterable[Fragment], where: str) -> Table:
                     f"{text}: {dtype} {piece.full_shape} on this rank, {entry.dtype} {entry.full_shape} "
                     f"on rank {entry.sources[0].rank}"
                 )
-            entry.sources.append(Source(fragment.rank, piece))
+            copy = written.setdefault(
+                (piece.name, piece.offset, piece.shape, piece.flat), Source(fragment.rank, piece)
+            )
+            if copy.piece is piece:
+                entry.sources.append(copy)
+            elif copy.piece.xxh3_128 != piece.xxh3_128:
+                raise SnapshotDamaged(
+                    f"{text}: other bytes than rank {copy.rank} has for box {piece.offset}+{piece.shape} of it: they "
+                    "are no copies of each other (give them other names, or say what they are by Sharded)"
+                )
         for name, target in fragment.aliases.items():
             known = aliases.setdefault(name, (target, fragment.rank))
             if known[0] != target:
@@ -109,8 +123,7 @@ def check_covered(table: Table, where: str) -> None:
             ranks = sorted({s.rank for s in entry.sources})
             raise SnapshotDamaged(
                 f"{where}: tensor {entry.name!r} is not covered exactly once: {reason} (pieces of ranks {ranks}; "
-                "a bare tensor must be on every rank; replica=(index, count) must count all holders; a DTensor whose "
-                "copies its own mesh does not know goes into Replicas(value, over=mesh))"
+                "a bare tensor must be on every rank, and replica=(index, count) must count all holders)"
             )
 
 
@@ -149,7 +162,7 @@ def merge_objects(fragments: Sequence[Fragment]) -> dict[str, Any]:
     merged: dict[str, tuple[Any, str, int]] = {}
     for fragment in fragments:
         for name, value in fragment.objects.items():
-            if name == BARE:
+            if is_aside(name):
                 continue
             known = merged.setdefault(name, (value, canonical(value), fragment.rank))
             if known[0] is not value and known[1] != canonical(value):

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait import _C
-from plait.ckpt import Snapshots
+from plait.ckpt import SnapshotError, Snapshots
 from plait.ckpt.folders import StepFolder, collect_garbage, parse_step, step_folders, step_name
-from plait.ckpt.keep import Policy, reading
+from plait.ckpt.keep import Policy, pin, pinned_folders, reading, unpin
 from tests.faults import flip, restored_seed, small_state
 
 
@@ -145,3 +145,99 @@ def test_a_foreign_file_in_a_dead_attempt_is_not_removed(tmp_path):
     (folder / "r00000.json").write_text("x")
     collect_garbage(_C.PosixIo(), tmp_path, "f" * 16)
     assert os.listdir(folder) == ["thesis.txt"]
+
+
+LOSSES = st.none() | st.floats(allow_nan=True, allow_infinity=True)
+HISTORIES = st.lists(st.tuples(LOSSES, st.booleans()), min_size=1, max_size=25)  # (loss, pinned) by step
+
+
+@given(
+    HISTORIES, st.integers(1, 4), st.none() | st.integers(2, 6), st.integers(1, 3), st.sampled_from(["min", "max"])
+)
+def test_over_any_history_each_rule_holds_and_nothing_else_stays(history, last, every, best, direction):
+    policy = Policy(last, every, ("loss", direction, best))
+    there: list[StepFolder] = []
+    metrics, pinned = {}, set()
+    for step, (loss, is_pinned) in enumerate(history, start=1):
+        written = folders(step)[0]
+        there.append(written)
+        metrics[written] = {} if loss is None else {"loss": loss}
+        pinned |= {written} if is_pinned else set()
+        gone = policy.given_up(there, written, pinned, metrics)
+        assert gone == sorted(gone) and written not in gone
+        there = [f for f in there if f not in gone]
+    steps = {f.step for f in there}
+    sign = 1 if direction == "min" else -1
+    scored = [(sign * v, -s) for s, (v, _) in enumerate(history, start=1) if v is not None and v == v]
+    rules = [set(range(max(1, len(history) - last + 1), len(history) + 1)), {-s for _, s in sorted(scored)[:best]}]
+    rules.append({f.step for f in pinned})
+    rules.append(set() if every is None else {s for s in range(1, len(history) + 1) if s % every == 0})
+    assert steps == set().union(*rules)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4)), min_size=1, max_size=20))
+def test_a_run_that_goes_back_loses_neither_its_past_nor_the_other_future(saves):
+    """Steps in any order, again and again: the newest of the past stays, and later ones are never touched."""
+    policy, there = Policy(2), []
+    for step, _ in saves:
+        generation = 1 + max((f.generation for f in there if f.step == step), default=0)
+        written = StepFolder(step, generation, Path(step_name(step, generation)))
+        there.append(written)
+        later = {f for f in there if f[:2] > written[:2]}
+        gone = policy.given_up(there, written)
+        assert written not in gone and not later & set(gone)
+        there = [f for f in there if f not in gone]
+        past = sorted((f for f in there if f not in later), reverse=True)
+        assert past[0] == written and len(past) <= 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"keep_last": 0}, {"keep_every": 0}, {"keep_best": ("loss", "least", 1)}, {"keep_best": ("loss", "min", 0)}],
+)
+def test_a_wrong_policy_is_named(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Policy(**wrong)
+
+
+def test_the_best_by_a_metric_stay(tmp_path):
+    with Snapshots(tmp_path, keep_last=1, keep_best=("loss", "min", 2)) as snapshots:
+        for step, loss in enumerate([3.0, 0.5, float("nan"), 0.25, 0.75, 9.0], start=1):
+            snapshots.save(step, small_state(step), metrics={"loss": loss, "lr": 1})
+        with pytest.raises(ValueError, match="'loss' is True; names are strings and values numbers"):
+            snapshots.save(7, small_state(7), metrics={"loss": True})
+    assert sorted(f.step for f in step_folders(tmp_path)) == [2, 4, 6]
+    assert restored_seed(tmp_path) == 6  # metrics are no part of the state
+
+
+def test_a_pinned_one_stays_until_it_is_unpinned(tmp_path):
+    io = _C.PosixIo()
+    with Snapshots(tmp_path, keep_last=1) as snapshots:
+        first = snapshots.save(1, small_state(1))
+        first.wait()
+        assert first.folder is not None
+        pin(io, first.folder)
+        pin(io, first.folder)
+        snapshots.save(2, small_state(2)).wait()
+        assert {f.step for f in pinned_folders(tmp_path)} == {1} and first.folder.is_dir()
+        assert unpin(io, first.folder) and not unpin(io, first.folder)
+        snapshots.save(3, small_state(3)).wait()
+        assert sorted(f.step for f in step_folders(tmp_path)) == [3]
+        for name in ("step-000000001", "notes"):
+            with pytest.raises(SnapshotError, match="is no snapshot|has not the name"):
+                pin(io, tmp_path / name)
+        assert not (tmp_path / "PIN-step-000000001").exists()
+
+
+def test_nothing_is_removed_when_the_new_one_is_damaged_at_once(tmp_path, monkeypatch):
+    """The last good one stays: between commit and retention the new one lost a byte."""
+    with Snapshots(tmp_path, keep_last=1) as snapshots:
+        snapshots.save(1, small_state(1)).wait()
+        from plait.ckpt import background
+
+        def hurt(writer, folder):
+            flip(folder / "MANIFEST.json", 40)
+
+        monkeypatch.setattr(background, "publish_latest", hurt)
+        snapshots.save(2, small_state(2)).wait()
+    assert sorted(f.step for f in step_folders(tmp_path)) == [1, 2] and restored_seed(tmp_path) == 1

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.ckpt import PerRank, Sharded, StateError, optimizer_state
-from plait.ckpt.bare import BARE
+from plait.ckpt.aside import BARE
 from plait.ckpt.box import Box
 from plait.ckpt.errors import SnapshotDamaged
 from plait.ckpt.state import flatten, rebuild
