@@ -9,6 +9,7 @@ import contextvars
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +64,7 @@ class Launch(NamedTuple):
 
 
 def signature_of(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a compiled kernel depends on: of a tensor (dtype, aligned to 16 bytes), integers whole, of a float none."""
+    """All that a compiled kernel depends on: (dtype, aligned to 16 bytes) of tensors, integers whole, no float."""
     return tuple(
         [
             x if (kind := type(x)) is int else kind if kind is float else (x.dtype, x.data_ptr() & 15 == 0)
@@ -72,7 +73,8 @@ def signature_of(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
-class _Pointer(NamedTuple):
+@dataclass(frozen=True)
+class _Pointer:
     """Stands for a tensor where a kernel is compiled: all of it that triton looks at."""
 
     dtype: torch.dtype
