@@ -22,7 +22,7 @@ from plait.data import Corpus, check_batch, open_corpus
 from plait.identity import Identity, check_source
 from plait.model_config import ModelConfig, model_config
 from plait.parallel.mesh import check_grid, parse_mesh
-from plait.parallel.schedules import Schedule, gpipe, interleaved, one_f_one_b
+from plait.parallel.schedules import ANY_CHUNKS, Schedule, build, from_csv
 
 EVAL_BATCHES = 4  # held-out global batches at the end of a run
 
@@ -67,13 +67,13 @@ def make_plan(config: RunConfig) -> RunPlan:
     model = model_config(config.preset)
     with _flags(config, "mesh", "global_batch", "micro_batch"):
         num_microbatches = check_batch(config.global_batch, dp, config.micro_batch)
-    chunks = config.chunks if config.schedule == "interleaved" else 1
-    beside = (*(["chunks"] if chunks > 1 else []), *(["seq"] if config.sequence_parallel else []))
-    with _flags(config, "mesh", *beside):
-        model.check_grid(tp=tp, num_stages=pp * chunks, seq=config.seq, sequence_parallel=config.sequence_parallel)
     with _flags(config, "mesh", "schedule"):
         schedule = make_schedule(config, pp, num_microbatches, tied=model.tied)
         schedule.check()
+    stages, chunked = schedule.num_stages, config.schedule in ANY_CHUNKS
+    beside = (*(["chunks"] if chunked else []), *(["seq"] if config.sequence_parallel else []))
+    with _flags(config, "mesh", *beside):
+        model.check_grid(tp=tp, num_stages=stages, seq=config.seq, sequence_parallel=config.sequence_parallel)
     with _flags(config, "data"):
         corpus = _open_text(config.data)
     with _flags(config, "seq"):
@@ -123,13 +123,17 @@ def _check_from(config: RunConfig) -> None:
 
 
 def make_schedule(config: RunConfig, pp: int, num_microbatches: int, *, tied: bool) -> Schedule:
-    """The schedule that the flags name, with the exchange of a tied weight where there is one."""
-    if config.schedule == "gpipe":
-        schedule = gpipe(pp, num_microbatches)
-    elif config.schedule == "1f1b":
-        schedule = one_f_one_b(pp, num_microbatches)
+    """The schedule that the flags name or that lies in a file, with the exchange of a tied weight if there is one."""
+    if config.schedule.endswith(".csv"):
+        schedule = from_csv(config.schedule)
+        if (schedule.num_ranks, schedule.num_microbatches) != (pp, num_microbatches):
+            raise ValueError(
+                f"the file is for {schedule.num_ranks} ranks and {schedule.num_microbatches} micro-batches; the run "
+                f"has pp={pp} and {num_microbatches} micro-batches"
+            )
     else:
-        schedule = interleaved(pp, config.chunks, num_microbatches)
+        chunks = config.chunks if config.schedule in ANY_CHUNKS else None
+        schedule = build(config.schedule, pp, num_microbatches, chunks)
     return schedule.with_tied() if tied else schedule
 
 

@@ -12,10 +12,11 @@ from plait.parallel.schedules.gpipe_schedule import gpipe
 from plait.parallel.schedules.interleaved_schedule import interleaved
 from plait.parallel.schedules.looped_bfs_schedule import looped_bfs
 from plait.parallel.schedules.lowering import lower, on_one_rank
-from plait.parallel.schedules.names import NAMES, build
+from plait.parallel.schedules.names import ANY_CHUNKS, NAMES, build
 from plait.parallel.schedules.one_f_one_b_schedule import one_f_one_b
 from plait.parallel.schedules.partition import split_layers
 from plait.parallel.schedules.schedule import Schedule, from_csv, parse_csv
+from plait.parallel.schedules.search import held, search
 from plait.parallel.schedules.shapes import stage_map
 from plait.parallel.schedules.simulate import Costs, Event, Timeline, timeline
 from plait.parallel.schedules.zb_h1_schedule import zb_h1
@@ -23,6 +24,7 @@ from plait.parallel.schedules.zb_h2_schedule import zb_h2
 from plait.parallel.schedules.zb_v_schedule import zb_v
 
 __all__ = [
+    "ANY_CHUNKS",
     "Action",
     "CheckReport",
     "Costs",
@@ -36,6 +38,7 @@ __all__ = [
     "dual_pipe_v",
     "from_csv",
     "gpipe",
+    "held",
     "interleaved",
     "looped_bfs",
     "lower",
@@ -43,6 +46,7 @@ __all__ = [
     "one_f_one_b",
     "pair",
     "parse_csv",
+    "search",
     "split_layers",
     "stage_map",
     "timeline",

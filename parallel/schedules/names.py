@@ -12,7 +12,7 @@ from plait.parallel.schedules.zb_h1_schedule import zb_h1
 from plait.parallel.schedules.zb_h2_schedule import zb_h2
 from plait.parallel.schedules.zb_v_schedule import zb_v
 
-_ANY_CHUNKS = {"interleaved": interleaved, "looped_bfs": looped_bfs}
+ANY_CHUNKS = {"interleaved": interleaved, "looped_bfs": looped_bfs}
 _ONE_CHUNK = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb_h1": zb_h1, "zb_h2": zb_h2}
 _VEE = {"zb_v": zb_v, "dual_pipe_v": dual_pipe_v}
 NAMES = ("gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_h2", "zb_v", "dual_pipe_v")
@@ -23,11 +23,11 @@ def build(name: str, num_ranks: int, num_microbatches: int, chunks: int | None =
 
     Raises ValueError for another name, or for chunks that the schedule does not have.
     """
-    if name in _ANY_CHUNKS:
-        return _ANY_CHUNKS[name](num_ranks, 2 if chunks is None else chunks, num_microbatches)
+    if name in ANY_CHUNKS:
+        return ANY_CHUNKS[name](num_ranks, 2 if chunks is None else chunks, num_microbatches)
     if name in _ONE_CHUNK:
         if chunks not in (None, 1):
-            raise ValueError(f"chunks={chunks}: {name} has one stage per rank; {' and '.join(_ANY_CHUNKS)} take more")
+            raise ValueError(f"chunks={chunks}: {name} has one stage per rank; {' and '.join(ANY_CHUNKS)} take more")
         return _ONE_CHUNK[name](num_ranks, num_microbatches)
     if name in _VEE:
         if chunks not in (None, 2):
