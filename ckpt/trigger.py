@@ -7,7 +7,7 @@ that all save at one step.
     trigger = Trigger(minutes=30, save_signals=(signal.SIGUSR1,), stop_signals=(signal.SIGTERM,))
     for step in range(1, steps + 1):
         ...
-        wish = all_reduce(trigger.wish(step))            # one process: not needed
+        wish = all_reduce(trigger.wish())                # one process: not needed
         if why := trigger.due(step, wish):
             trigger.saved(snapshots.save(step, state))
         if why == "stop":
@@ -77,8 +77,8 @@ class Trigger:
         for number in self._stop_signals:
             self._before[number] = signal.signal(number, self._on_stop)
 
-    def wish(self, step: int) -> int:
-        """Returns what this rank wants at the end of `step`: 0, or a number to be summed, or maximised, over all
+    def wish(self) -> int:
+        """Returns what this rank wants at the end of the step: 0, or a number to be summed, or maximised, over all
         ranks and given to `due`. Steps need no wish: they are the same on all ranks."""
         wished = self._wished
         if self._rank == 0 and (self._clock_says() or (self._touch is not None and self._touch.exists())):
@@ -90,7 +90,7 @@ class Trigger:
 
         wish: over all ranks; None: this process is alone.
         """
-        agreed = self.wish(step) if wish is None else wish
+        agreed = self.wish() if wish is None else wish
         if agreed >= STOP:
             return "stop"
         if agreed >= SAVE:

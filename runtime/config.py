@@ -15,9 +15,11 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved")
+from plait.parallel.schedules.names import NAMES
+
 RECOMPUTE = ("none", "full", "selective")
 DTYPES = ("float32", "bfloat16", "float64")
+SAVE = ("steps", "auto")
 
 # What a preset sets beside the model of the same name. `tiny` is sized for 8 ranks on 2 cores in one to two
 # minutes; the learning rates are the usual ones for their widths, not tuned here.
@@ -47,7 +49,7 @@ class RunConfig:
     out: Path = Path("runs/default")
     data: Path | None = None  # None: the standard library's source
     schedule: str = "1f1b"
-    chunks: int = 2  # stages a rank holds under `interleaved`
+    chunks: int = 2  # stages a rank holds under interleaved and looped_bfs
     recompute: str = "none"
     zero: int = 1
     sequence_parallel: bool = False
@@ -59,9 +61,13 @@ class RunConfig:
     seq: int
     lr: float
     lr_decay_steps: int
-    save_every: int
+    save_every: int | None  # steps; `build` makes the preset's None beside save_every_minutes or save = auto
+    save_every_minutes: float | None = None
+    save: str = "steps"
+    mtbf_hours: float | None = None
     keep: int = 3
     keep_every: int | None = None
+    keep_best: int | None = None
     resume: str = "latest"  # latest | none | a step; `build` makes it none beside from_
     from_: str | None = None  # DIR or DIR@STEP
     json: Path | None = None
@@ -73,8 +79,8 @@ HELP = {
     "steps": "total number of optimizer steps",
     "out": "folder of the run: snapshots, metrics, plot",
     "data": "a text file to train on (default: the standard library's source)",
-    "schedule": f"pipeline schedule: {', '.join(SCHEDULES)}",
-    "chunks": "stages a rank holds under interleaved",
+    "schedule": f"pipeline schedule: {', '.join(NAMES)}, or a CSV file of `plait schedule`",
+    "chunks": "stages a rank holds under interleaved and looped_bfs",
     "recompute": f"activations to recompute: {', '.join(RECOMPUTE)}",
     "zero": "0: every dp rank holds the whole optimizer state; 1: it is sharded over dp",
     "sequence_parallel": "split norms and dropout over tp along the sequence",
@@ -87,8 +93,13 @@ HELP = {
     "lr": "peak learning rate",
     "lr_decay_steps": "step at which the learning rate has come down",
     "save_every": "steps between snapshots",
+    "save_every_minutes": "minutes between snapshots, instead of the preset's steps",
+    "save": "steps: as --save-every says; auto: at the interval of least waste, from what saves are measured to cost "
+    "and --mtbf-hours",
+    "mtbf_hours": "mean time between failures of the whole run, for --save auto",
     "keep": "newest snapshots to keep",
     "keep_every": "also keep every snapshot whose step is a multiple of this",
+    "keep_best": "also keep this many snapshots of the lowest training loss of a step",
     "resume": "latest, none or a step of --out (default: latest; beside --from: none)",
     "from_": "start from a snapshot of another run: DIR or DIR@STEP; refused when --out has snapshots, "
     "unless --resume latest or a step says to go on from those",
@@ -184,7 +195,9 @@ def build(values: Mapping[str, Any]) -> RunConfig:
     unknown = [name for name in values if name not in KINDS]
     if unknown:
         raise ConfigError(f"unknown key {unknown[0]!r}; valid: {', '.join(KINDS)}")
-    alone = {"resume": "none"} if values.get("from_") is not None else {}  # two sources: the user says which one
+    alone: dict[str, Any] = {"resume": "none"} if values.get("from_") is not None else {}  # the user says which one
+    if values.get("save") == "auto" or values.get("save_every_minutes") is not None:
+        alone["save_every"] = None
     config = RunConfig(**{**PRESETS[preset], **alone, **values})
     _check(config)
     return config
@@ -199,6 +212,7 @@ def _check(config: RunConfig) -> None:
         "save_every",
         "keep",
         "keep_every",
+        "keep_best",
         "chunks",
     ):
         value = getattr(config, name)
@@ -206,14 +220,27 @@ def _check(config: RunConfig) -> None:
             raise ConfigError(f"{flag_of(name)} is {value}; it must be at least 1")
     if config.steps < 0:
         raise ConfigError(f"--steps is {config.steps}; it must be at least 0")
-    for name, valid in (("schedule", SCHEDULES), ("recompute", RECOMPUTE), ("dtype", DTYPES), ("zero", (0, 1))):
+    for name, valid in (
+        ("recompute", RECOMPUTE),
+        ("dtype", DTYPES),
+        ("zero", (0, 1)),
+        ("save", SAVE),
+    ):
         if getattr(config, name) not in valid:
             said = ", ".join(map(str, valid))
             raise ConfigError(f"{flag_of(name)} {getattr(config, name)!r} is unknown; valid: {said}")
+    if config.schedule not in NAMES and not config.schedule.endswith(".csv"):
+        raise ConfigError(f"--schedule {config.schedule!r} is unknown; valid: {', '.join(NAMES)}, or a .csv file")
     if not 0.0 <= config.dropout < 1.0:
         raise ConfigError(f"--dropout is {config.dropout}; it must be in [0, 1)")
     if not 0.0 < config.lr < math.inf:
         raise ConfigError(f"--lr is {config.lr}; it must be above 0 and finite")
+    for name in ("save_every_minutes", "mtbf_hours"):
+        value = getattr(config, name)
+        if value is not None and not 0.0 < value < math.inf:
+            raise ConfigError(f"{flag_of(name)} is {value}; it must be above 0 and finite")
+    if (config.save == "auto") != (config.mtbf_hours is not None):
+        raise ConfigError("--save auto and --mtbf-hours go together: the interval follows from both")
     if not 0 <= config.seed < 2**63:
         raise ConfigError(f"--seed is {config.seed}; it must be in [0, 2**63)")
     if config.resume not in ("latest", "none") and not is_step(config.resume):

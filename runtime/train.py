@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import secrets
+import signal
 import time
 from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 
-from plait.ckpt import Snapshots
+from plait.ckpt import Snapshots, Trigger
 from plait.ckpt.folders import step_folders
 from plait.config import split_source
 from plait.data import Batches, held_out_batches
@@ -37,6 +38,7 @@ MAX_NORM = 1.0  # gradients are clipped to this global norm (GPT-3, Llama)
 BETAS = (0.9, 0.95)  # GPT-3, Llama
 WEIGHT_DECAY = 0.1  # GPT-3, Llama; matrices only
 EPS = 1e-8
+SAVE_NOW = "save-now"  # touched in --out: a snapshot after the step under way
 
 
 def train(plan: RunPlan, rank: Rank) -> None:
@@ -86,6 +88,15 @@ class Trainer:
         )
         self.progress = Progress(plan.identity, self.optimizer)
         self.state = run_state(self.progress)
+        self.trigger = Trigger(
+            steps=config.save_every,
+            minutes=config.save_every_minutes,
+            mtbf_hours=config.mtbf_hours,
+            save_signals=(signal.SIGUSR1,),
+            touch=config.out / SAVE_NOW,
+            rank=mesh.rank,
+        )
+        self.wish = 0.0  # of all ranks, to save after the last step
         self.loss = math.nan  # of the last step
         self.stall_s = 0.0  # since the last step ended
         self.session = self._agree_on_session()
@@ -93,6 +104,7 @@ class Trainer:
             config.out,
             keep_last=config.keep,
             keep_every=config.keep_every,
+            keep_best=None if config.keep_best is None else ("loss", "min", config.keep_best),
             grid=plan.sizes,
             rank=mesh.rank,
             world_size=mesh.world_size,
@@ -115,8 +127,11 @@ class Trainer:
                 reporter.begin(self.progress.step, resumed)
             stopping = self._steps()
             self.snapshots.wait()
+        self.trigger.close()
         if reporter:
             reporter.durable(wait=True)
+            if (interval := self.trigger.interval()) is not None:
+                reporter.note(f"snapshots every {interval.seconds:.0f} s cost {interval.waste:.2%} with failures")
             if stopping:
                 reporter.note(f"stopped at step {self.progress.step} of {config.steps}; it is saved")
         held_out_loss, cut = (None, None) if stopping else self.evaluate()
@@ -158,7 +173,7 @@ class Trainer:
         while self.progress.step < config.steps and not stopping:
             stopping = self.step()
             last = stopping or self.progress.step == config.steps
-            if last or self.progress.step % config.save_every == 0:
+            if self.trigger.due(self.progress.step, self.wish) or last:
                 self.save(last=last)
         return stopping
 
@@ -201,21 +216,25 @@ class Trainer:
 
     def _agree(self, loss: torch.Tensor) -> tuple[float, float, bool, list[float]]:
         """The step's one all-reduce over the grid: (mean loss, gradient norm, whether any rank was asked to stop,
-        compute seconds by rank). A loss counts once per tensor-parallel group, whose ranks all hold it."""
+        compute seconds by rank), and into `wish` whether any wants a snapshot. A loss counts once per tensor-parallel
+        group, whose ranks all hold it."""
         busy_s = sum(event.end - event.start for event in self.pipeline.timeline if event.action.op in COMPUTE)
-        message = torch.zeros(3 + self.mesh.world_size, dtype=torch.float64, device=self.mesh.device)
+        message = torch.zeros(4 + self.mesh.world_size, dtype=torch.float64, device=self.mesh.device)
         if self.mesh.axis("tp").coord == 0:
             message[0] = loss
         message[1] = self.dp.norm_squared()
         message[2] = self.rank.stop.requested
-        message[3 + self.mesh.rank] = busy_s
+        message[3] = self.trigger.wish()
+        message[4 + self.mesh.rank] = busy_s
         collectives.all_reduce(message, self.everyone)
-        total, squares, stops, *by_rank = message.tolist()
+        total, squares, stops, self.wish, *by_rank = message.tolist()
         return total, math.sqrt(squares), stops > 0.0, by_rank
 
     def save(self, *, last: bool) -> None:
         """Captures the state; it becomes durable while the next steps run. Raises what an earlier one failed with."""
-        handle = self.snapshots.save(self.progress.step, self.state, force=last)
+        metrics = {"loss": self.loss} if math.isfinite(self.loss) else None  # of the last step, if there was one here
+        handle = self.snapshots.save(self.progress.step, self.state, force=last, metrics=metrics)
+        self.trigger.saved(handle)
         self.stall_s += handle.stall_s
         if self.reporter:
             self.reporter.saving(self.progress.step, handle)

@@ -30,6 +30,12 @@ BAD = (
     (["--from", "/nowhere/run@4"], "--from: no folder '/nowhere/run'"),
     (["--config", "/nowhere/run.toml"], "--config: cannot read '/nowhere/run.toml'"),
     (["--fancy"], "unrecognized arguments: --fancy"),
+    (["--save", "often"], "--save 'often' is unknown; valid: steps, auto"),
+    (["--save", "auto"], "--save auto and --mtbf-hours go together"),
+    (["--mtbf-hours", "3"], "--save auto and --mtbf-hours go together"),
+    (["--save", "auto", "--mtbf-hours", "inf"], "--mtbf-hours is inf; it must be above 0 and finite"),
+    (["--save-every-minutes", "0"], "--save-every-minutes is 0.0"),
+    (["--keep-best", "0"], "--keep-best is 0; it must be at least 1"),
     (["--out", "/etc/passwd"], "--out: '/etc/passwd' is not a folder"),
 )
 
@@ -112,3 +118,11 @@ def test_a_bad_flag_ends_the_command_before_torch_is_loaded() -> None:
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2 and "plait train: argument --steps" in done.stderr
+
+
+def test_minutes_and_auto_take_the_place_of_the_presets_steps() -> None:
+    assert parse([]).save_every == PRESETS["tiny"]["save_every"]
+    assert parse(["--save-every-minutes", "10"]).save_every is None
+    assert parse(["--save", "auto", "--mtbf-hours", "4"]).save_every is None
+    both = parse(["--save-every-minutes", "10", "--save-every", "7"])
+    assert (both.save_every, both.save_every_minutes) == (7, 10.0)

@@ -122,7 +122,7 @@ def test_all_ranks_save_at_one_step_whatever_their_clocks_say():
     for step, late in ((1, 1), (2, 0), (3, None)):
         if late is not None:
             clocks[late].now += 100.0
-        wishes = [trigger.wish(step) for trigger in triggers]
+        wishes = [trigger.wish() for trigger in triggers]
         assert wishes == {1: [0, 0, SAVE], 2: [SAVE, 0, 0], 3: [0, 0, 0]}[step]
         for combine in (sum, max):
             due = {trigger.due(step, combine(wishes)) for trigger in triggers}
@@ -137,7 +137,7 @@ def test_a_stop_signal_saves_and_stops_and_the_second_is_the_end():
     assert trigger.due(1) == ""
     os.kill(os.getpid(), signal.SIGUSR2)
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL and signal.getitimer(signal.ITIMER_REAL)[0] > 0
-    assert trigger.wish(1) == STOP and trigger.due(1) == "stop" and trigger.due(1, 5 * STOP + 3) == "stop"
+    assert trigger.wish() == STOP and trigger.due(1) == "stop" and trigger.due(1, 5 * STOP + 3) == "stop"
     trigger.saved(Saved(0.1, 1.0))
     assert trigger.due(2) == "stop", "a save on the way out does not take the stop back"
     trigger.close()
@@ -148,7 +148,7 @@ def test_touching_a_file_saves_once(tmp_path):
     trigger = Trigger(touch=tmp_path / "save-now")
     other = Trigger(touch=tmp_path / "save-now", rank=1)
     (tmp_path / "save-now").touch()
-    assert (trigger.due(1), other.wish(1)) == ("wish", 0)
+    assert (trigger.due(1), other.wish()) == ("wish", 0)
     other.saved(Saved(0.1, 1.0))
     trigger.saved(Saved(0.1, 1.0))
     assert trigger.due(2) == "" and not (tmp_path / "save-now").exists()

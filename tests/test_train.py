@@ -186,6 +186,16 @@ def test_a_killed_rank_is_named_and_nothing_half_is_left(tmp_path: Path) -> None
     assert not list((tmp_path / "run").glob("step-*"))
 
 
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=2"])
+def test_a_touched_file_saves_after_the_step_under_way(tmp_path: Path, mesh: str) -> None:
+    (tmp_path / "save-now").touch()
+    out = run(f"--steps 3 --out {tmp_path} --mesh {mesh} --keep 1 --keep-best 1 --save auto --mtbf-hours 1")
+    assert sorted(path.name for path in tmp_path.glob("step-*"))[-1] == "step-000000003"
+    assert "snapshots every" in out and "cost" in out and not (tmp_path / "save-now").exists()
+    losses = [json.loads((path / "MANIFEST.json").read_text().splitlines()[0]) for path in tmp_path.glob("step-*")]
+    assert len(losses) in (1, 2) and all(float.fromhex(each["metrics"]["loss"]) > 3 for each in losses)
+
+
 def test_a_second_start_reports_the_recovery_and_a_third_has_nothing_to_do(tmp_path: Path) -> None:
     flags = f"--mesh dp=2 --out {tmp_path / 'run'}"
     running = launchers.start(f"{SMALL} {flags} --save-every 2 --steps 100000".split())
