@@ -20,6 +20,7 @@ from plait.ckpt.folders import parse_step, remove_folder, session_attempts
 from plait.ckpt.handle import Handle
 from plait.ckpt.keep import Policy, retain
 from plait.ckpt.lock import RootLock
+from plait.ckpt.uploads import Tiers
 
 _GRACE_S = 30.0  # how long a program that ends without close() still waits for a save in flight
 
@@ -46,10 +47,11 @@ class Background:
         agreement: Agreement,
         grid: Mapping[str, int],
         owned: Ownership | None,
+        tiers: Tiers,
     ) -> None:
         self.writer = writer
         self._session, self._policy, self._agreement = session, policy, agreement
-        self._grid, self._owned = dict(grid), owned
+        self._grid, self._owned, self._tiers = dict(grid), owned, tiers
         self._thread: threading.Thread | None = None
         self._jobs: queue.SimpleQueue[tuple[Handle, Captured, Capturer] | None] = queue.SimpleQueue()
 
@@ -104,7 +106,7 @@ class Background:
             except BaseException as error:
                 self._tell(attempt, error)
                 raise
-            handle.committed(await_commit(writer, attempt, handle.step))
+            self._committed(handle, await_commit(writer, attempt, handle.step))
             return
         try:
             write_part(writer, attempt, handle.step, captured, capturer)
@@ -112,9 +114,14 @@ class Background:
         except BaseException as error:
             self._abort(attempt, error)
             raise
-        handle.committed(folder)
+        self._committed(handle, folder)
         publish_latest(writer, folder)
         self._tidy(folder, handle.sequence)
+
+    def _committed(self, handle: Handle, folder: Path) -> None:
+        """The snapshot is durable: the tiers take it over before retention can."""
+        handle.committed(folder)
+        self._tiers.submit(handle, folder)
 
     def _tell(self, attempt: str, error: BaseException) -> None:
         """Tells the coordinator that this rank failed, so that nobody waits for it."""

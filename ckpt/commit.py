@@ -18,6 +18,7 @@ from typing import TypeVar
 from plait import _C
 from plait.ckpt.aside import metrics_of
 from plait.ckpt.capture import Captured, Capturer
+from plait.ckpt.crypt import Key
 from plait.ckpt.errors import SnapshotDamaged, SnapshotError
 from plait.ckpt.folders import (
     ABORT,
@@ -72,6 +73,7 @@ class Writer:
     direct: bool
     timeout_s: float
     stop: threading.Event
+    key: Key | None = None  # signs the manifest
 
     def wait(self, look: Callable[[], T | None], late: Callable[[], str], limits: int = 1) -> T:
         """Looks until there is an answer. SnapshotError with `late()` after `limits` time limits."""
@@ -172,7 +174,7 @@ def coordinate(writer: Writer, attempt: str, step: int, lock: RootLock, run: str
         num_bytes=sum(entry.num_bytes for entry in table.tensors.values()),
         metrics=metrics_of(fragments[0].objects),
     )
-    publish(writer.io, folder / MANIFEST, to_bytes(manifest))
+    publish(writer.io, folder / MANIFEST, to_bytes(manifest, writer.key))
     final = writer.root / step_name(step, next_generation(writer.root, step))
     lock.check()
     _C.rename(writer.io, folder, final)

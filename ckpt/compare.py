@@ -15,11 +15,11 @@ import torch
 
 from plait import _C
 from plait.ckpt.box import Box
+from plait.ckpt.candidates import newest_valid
 from plait.ckpt.errors import SnapshotError
 from plait.ckpt.folders import parse_step, step_folders
 from plait.ckpt.read_plan import Target
 from plait.ckpt.reader import SnapshotReader
-from plait.ckpt.restore import newest_valid
 from plait.ckpt.tables import TensorEntry
 from plait.ckpt.values import canonical
 

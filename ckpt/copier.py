@@ -35,8 +35,7 @@ from plait.ckpt.manifest import (
     to_bytes,
 )
 from plait.ckpt.reader import SnapshotReader
-from plait.ckpt.remote import FsspecStore
-from plait.ckpt.store import CHUNK_BYTES, DirStore, find_copy, read_copy_manifest, retrying
+from plait.ckpt.store import CHUNK_BYTES, DirStore, Store, find_copy, read_copy_manifest, retrying
 from plait.ckpt.tiers import Launch, Tier
 
 T = TypeVar("T")
@@ -46,8 +45,8 @@ _POLL_S = (0.05, 1.0)  # first and longest pause between two looks for other ran
 class Copier:
     """Copies snapshots to one tier, one at a time. Thread rule: one thread."""
 
-    def __init__(self, tier: Tier, store: DirStore | FsspecStore, launch: Launch) -> None:
-        self.tier, self.store, self._launch = tier, store, launch
+    def __init__(self, tier: Tier, store: Store, launch: Launch) -> None:
+        self.tier, self.store, self.launch = tier, store, launch
         self.policy = Policy(tier.keep_last, tier.keep_every)
         if tier.encrypt and launch.key is None:
             raise ValueError(f"Tier({str(tier.url)!r}, encrypt=True): give Snapshots a key or key_file")
@@ -58,7 +57,7 @@ class Copier:
 
         OSError of the store, SnapshotDamaged of the original, SnapshotError of another rank.
         """
-        launch, store = self._launch, self.store
+        launch, store = self.launch, self.store
         local = SnapshotReader(folder, launch.io, 1, launch.key)
         attempt = local.manifest.attempt
         done = self._patiently(lambda: find_copy(store, attempt))
@@ -81,7 +80,7 @@ class Copier:
 
     def _send_part(self, local: SnapshotReader, place: str, coder: Coder, cipher: Cipher | None) -> None:
         """Sends this rank's data files, then its fragment."""
-        rank = self._launch.rank
+        rank = self.launch.rank
         name, fragment = fragment_name(rank), local.fragment(rank)
         stored = local.stored(name)
         if coder.codec is None:
@@ -100,7 +99,7 @@ class Copier:
         def blocks() -> Iterator[memoryview]:
             for start in range(0, file.bytes, CHUNK_BYTES):
                 size = min(CHUNK_BYTES, file.bytes - start)
-                local.read_range((self._launch.rank, step), start, size, pool.address)
+                local.read_range((self.launch.rank, step), start, size, pool.address)
                 self._pace(size)
                 yield pool.view(0, size)
 
@@ -121,7 +120,7 @@ class Copier:
         self, local: SnapshotReader, place: str, step: int | None, file: DataFile, coder: Coder
     ) -> Iterator[FileEntry]:
         """Sends a data file in parts; yields them as the manifest will know them."""
-        rank, size = self._launch.rank, file.block_bytes
+        rank, size = self.launch.rank, file.block_bytes
         item_bytes = widths(local.fragment(rank), step, file)
         pool = _C.StagingPool(min(file.bytes, PART_BLOCKS * size), 1)
 
@@ -151,7 +150,7 @@ class Copier:
 
     def _finish(self, local: SnapshotReader, place: str, coder: Coder, cipher: Cipher | None) -> str:
         """Rank 0: waits for all parts, puts the rest and the manifest, then removes what the policy gives up."""
-        launch, store, manifest = self._launch, self.store, local.manifest
+        launch, store, manifest = self.launch, self.store, local.manifest
         self._until(lambda: self._all_there(place), lambda: f"not all ranks sent their part of {manifest.attempt}")
         objects = local.stored(OBJECTS)
         if coder.codec is None:
@@ -186,7 +185,7 @@ class Copier:
 
     def _retain(self, manifest: Manifest, done: str) -> None:
         """Removes what the policy gives up, and the remains of attempts that all ranks are past."""
-        launch, store = self._launch, self.store
+        launch, store = self.launch, self.store
         copies = store.steps()
         written = next(StepFolder(s, g, Path(f)) for s, g, f in copies if f == done)
         if isinstance(store, DirStore):
@@ -213,7 +212,7 @@ class Copier:
             if name.endswith(".error") and name != "abort.error":
                 text = self.store.get(place, name, 0, there[name]).decode(errors="replace")
                 raise SnapshotError(f"rank {int(name[1:-6])} could not send its part: {text}")
-        return True if all(fragment_name(r) in there for r in range(self._launch.world_size)) else None
+        return True if all(fragment_name(r) in there for r in range(self.launch.world_size)) else None
 
     def _finished(self, place: str, attempt: str) -> str | None:
         there = self.store.files(place)
@@ -225,9 +224,9 @@ class Copier:
 
     def _tell(self, attempt: str, error: BaseException) -> None:
         """Tells the other ranks why this one stopped; they would wait for it."""
-        if self._launch.world_size == 1:
+        if self.launch.world_size == 1:
             return
-        rank = self._launch.rank
+        rank = self.launch.rank
         try:
             name = f"r{rank:05d}.error" if rank else "abort.error"
             self.store.put(self.store.begin(attempt), name, str(error).encode())
@@ -235,13 +234,13 @@ class Copier:
             error.add_note(f"and the other ranks could not be told: {later}")
 
     def _patiently(self, call: Callable[[], T]) -> T:
-        return retrying(call, self.tier.retry_s, self._launch.stop)
+        return retrying(call, self.tier.retry_s, self.launch.stop)
 
     def _until(self, look: Callable[[], T | None], late: Callable[[], str]) -> T:
         """Looks until there is an answer; SnapshotError with `late()` after the time limit."""
-        deadline, pause = time.monotonic() + self._launch.timeout_s + self.tier.retry_s, _POLL_S[0]
+        deadline, pause = time.monotonic() + self.launch.timeout_s + self.tier.retry_s, _POLL_S[0]
         while (found := self._patiently(look)) is None:
-            if time.monotonic() > deadline or self._launch.stop.wait(pause):
+            if time.monotonic() > deadline or self.launch.stop.wait(pause):
                 raise SnapshotError(f"{late()} ('{self.store.url}')")
             pause = min(2 * pause, _POLL_S[1])
         return found
@@ -250,4 +249,4 @@ class Copier:
         """Waits so that no more than rate_limit bytes a second are sent."""
         self._bytes += num_bytes
         if self.tier.rate_limit:
-            self._launch.stop.wait(max(0.0, self._began + self._bytes / self.tier.rate_limit - time.monotonic()))
+            self.launch.stop.wait(max(0.0, self._began + self._bytes / self.tier.rate_limit - time.monotonic()))

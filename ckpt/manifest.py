@@ -27,7 +27,7 @@ RUN = "RUN.json"
 MAX_JSON_BYTES = 1 << 30  # a fragment has about 400 bytes a piece: room for two million pieces
 MAX_DIMS = 64
 CODECS = (None, "zstd", "aes-256-gcm", "zstd+aes-256-gcm")  # of a piece: how a coded copy stores its blocks
-FILE_NAME = re.compile(r"r(\d{5,})(?:\.s\d{9,})?(?:\.p\d{5,})?\.safetensors")  # a data file, a base, a part
+FILE_NAME = re.compile(r"r(\d{5,})(?:\.s\d{9,})?(?:\.p(\d{5,}))?\.safetensors")  # a data file, a base, a part
 _SIGNATURE = re.compile(rb"hmac-sha256:[0-9a-f]{8}:[0-9a-f]{64}\n")
 
 T = TypeVar("T", bound="DataclassInstance")

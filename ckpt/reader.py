@@ -90,7 +90,7 @@ class SnapshotReader:
         io: _C.Io | None = None,
         threads: int = 2,
         key: Key | None = None,
-        spare: Callable[[], SnapshotReader | None] | None = None,
+        spare: Callable[[str], SnapshotReader | None] | None = None,
     ) -> None:
         self.folder = folder
         self._io = io or _C.PosixIo()
@@ -210,7 +210,7 @@ class SnapshotReader:
         except OSError as error:
             damage = SnapshotDamaged(f"'{self.folder / file.name}' cannot be read: {error}")
             damage.__cause__ = error
-        spare = self._spare() if self._spare is not None else None
+        spare = self._spare(self.manifest.attempt) if self._spare is not None else None
         if spare is None or spare.manifest.attempt != self.manifest.attempt:
             raise damage
         if spare.fragments[key[0]].data_file(key[1]) != file:

@@ -15,15 +15,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from plait import _C
 from plait.ckpt.agree import Agreement
+from plait.ckpt.candidates import Candidate
 from plait.ckpt.capture import find_aliases
 from plait.ckpt.errors import SnapshotDamaged, SnapshotError, StateError
-from plait.ckpt.folders import StepFolder, step_folders
-from plait.ckpt.keep import reading
 from plait.ckpt.lazy import ABSENT
 from plait.ckpt.read_plan import Target
-from plait.ckpt.reader import SnapshotReader, read_manifest
+from plait.ckpt.reader import SnapshotReader
 from plait.ckpt.state import Flat, flatten, rebuild
 from plait.ckpt.tables import TensorEntry
 from plait.ckpt.values import decode
@@ -36,6 +34,7 @@ class Report:
     missing: in the state only, allowed and left as they were. unexpected: in the snapshot only, allowed and not read.
     per_rank_missing: PerRank values that the snapshot has for other ranks only; left as they were. cast: tensors
     converted to the state's dtype. skipped: newer snapshots passed over, with the reason.
+    filled: damage of this copy that another one made good.
     """
 
     folder: Path
@@ -49,6 +48,7 @@ class Report:
     per_rank_missing: tuple[str, ...]
     cast: tuple[str, ...]
     skipped: tuple[tuple[str, str], ...]
+    filled: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,60 +85,36 @@ class _Match:
     cast: tuple[str, ...]
 
 
-def candidates(root: Path, step: int | None) -> list[StepFolder]:
-    """Returns the folders to try, newest first. SnapshotError when there is none."""
-    found = [folder for folder in step_folders(root) if step is None or folder.step == step]
-    if not found:
-        there = [folder.path.name for folder in step_folders(root)]
-        wanted = "no snapshot" if step is None else f"no snapshot of step {step}"
-        raise SnapshotError(f"'{root}' holds {wanted}" + (f"; there are {', '.join(there)}" if there else ""))
-    return found
-
-
-def newest_valid(io: _C.Io, root: Path) -> StepFolder | None:
-    """Returns the newest folder whose manifest verifies and whose files have their sizes, or None."""
-    for folder in step_folders(root):
-        try:
-            read_manifest(io, folder.path)
-        except SnapshotDamaged:
-            continue
-        return folder
-    return None
-
-
 def restore_state(
-    io: _C.Io,
+    folders: Sequence[Candidate],
     root: Path,
     rank: int,
     agreement: Agreement,
     state: dict[str, Any],
-    step: int | None,
     wanted: Wanted,
-    threads: int,
 ) -> Restored:
-    """Restores on this rank; all ranks call it together. See Snapshots.restore."""
+    """Restores from the first candidate that is good on all ranks, which call it together. See Snapshots.restore."""
     began = time.monotonic()
-    folders = candidates(root, step)
     flat = _flatten_together(state, folders[0], agreement)
     skipped: list[tuple[str, str]] = []
     for folder in folders:
         with ExitStack() as held:
-            opened = _open(io, folder, threads, flat, rank, wanted, held)
+            opened = _open(folder, flat, rank, wanted, held)
             names = sorted(flat.tensors.keys() | flat.values.keys() | flat.per_rank.keys())
-            words = agreement.exchange([folder.path.name, opened.status, opened.text, names])
+            words = agreement.exchange([folder.name, opened.status, opened.text, names])
             reason = _common_verdict(folder, words)
             if reason is None:
                 assert opened.reader is not None and opened.match is not None
                 unexpected = _unexpected(opened.reader, words, wanted)
                 status, text = _read(opened.reader, opened.match)
-                reason = _common_verdict(folder, agreement.exchange([folder.path.name, status, text]))
+                reason = _common_verdict(folder, agreement.exchange([folder.name, status, text]))
         if reason is not None:
-            skipped.append((folder.path.name, reason))
+            skipped.append((folder.name, reason))
             continue
         reader, match = opened.reader, opened.match
         assert reader is not None and match is not None
         report = Report(
-            folder=folder.path,
+            folder=reader.folder,
             saved_world_size=reader.manifest.world_size,
             saved_grid=reader.manifest.grid,
             num_tensors=len(match.targets),
@@ -149,18 +125,19 @@ def restore_state(
             per_rank_missing=match.per_rank_missing,
             cast=match.cast,
             skipped=tuple(skipped),
+            filled=tuple(reader.filled),
         )
         return Restored(folder.step, report, rebuild(flat.root, match.results))
     reasons = "".join(f"\n  {name}: {reason}" for name, reason in skipped)
     raise SnapshotError(f"no snapshot under '{root}' can be restored:{reasons}")
 
 
-def _flatten_together(state: dict[str, Any], first: StepFolder, agreement: Agreement) -> Flat:
+def _flatten_together(state: dict[str, Any], first: Candidate, agreement: Agreement) -> Flat:
     """Flattens the state; a rank that cannot says so to the others, which would wait for it."""
     try:
         return flatten(state, restoring=True)
     except StateError as error:
-        agreement.exchange([first.path.name, "mismatch", str(error), []])
+        agreement.exchange([first.name, "mismatch", str(error), []])
         raise
 
 
@@ -174,20 +151,18 @@ class _Opened:
     match: _Match | None = None
 
 
-def _open(
-    io: _C.Io, folder: StepFolder, threads: int, flat: Flat, rank: int, wanted: Wanted, held: ExitStack
-) -> _Opened:
+def _open(folder: Candidate, flat: Flat, rank: int, wanted: Wanted, held: ExitStack) -> _Opened:
     """Opens a candidate, holds it against retention and lays the state over it. Reads no data."""
     try:
-        held.enter_context(reading(folder.path))
-        reader = SnapshotReader(folder.path, io, threads)
+        held.enter_context(folder.hold())
+        reader = folder.open()
         return _Opened("ok", reader.manifest.attempt, reader, _match(flat, reader, rank, wanted))
     except SnapshotDamaged as error:
         return _Opened("damaged", str(error))
     except FileNotFoundError:
-        return _Opened("damaged", f"'{folder.path}' has no MANIFEST.json: it was never finished, or was just removed")
+        return _Opened("damaged", f"'{folder.name}' has no MANIFEST.json: it was never finished, or was just removed")
     except OSError as error:
-        return _Opened("damaged", f"'{folder.path}' cannot be read: {error}")
+        return _Opened("damaged", f"'{folder.name}' cannot be read: {error}")
     except StateError as error:
         return _Opened("mismatch", str(error))
 
@@ -197,22 +172,24 @@ def _read(reader: SnapshotReader, match: _Match) -> tuple[str, str]:
         reader.read(match.targets)
     except SnapshotDamaged as error:
         return "damaged", str(error)
+    except OSError as error:  # of a store
+        return "damaged", f"'{reader.folder}' cannot be read: {error}"
     return "ok", reader.manifest.attempt
 
 
-def _common_verdict(folder: StepFolder, words: list[list[Any]]) -> str | None:
+def _common_verdict(folder: Candidate, words: list[list[Any]]) -> str | None:
     """Returns why all ranks pass over a candidate, or None. Raises when the state of any rank does not fit it."""
     many = len(words) > 1
     for rank, (name, status, text, *_) in enumerate(words):
-        if name != folder.path.name:
-            raise SnapshotError(f"rank {rank} sees '{name}' where this rank sees '{folder.path.name}' as the newest")
+        if name != folder.name:
+            raise SnapshotError(f"rank {rank} sees '{name}' where this rank sees '{folder.name}' as the newest")
         if status == "mismatch":
-            raise StateError(f"{folder.path}: rank {rank}: {text}" if many else f"{folder.path}: {text}")
+            raise StateError(f"{folder.name}: rank {rank}: {text}" if many else f"{folder.name}: {text}")
     for rank, (_, status, text, *_) in enumerate(words):
         if status == "damaged":
             return f"rank {rank}: {text}" if many else text
     if len({word[2] for word in words}) > 1:
-        raise SnapshotError(f"the ranks see different snapshots under '{folder.path}'")
+        raise SnapshotError(f"the ranks see different snapshots under '{folder.name}'")
     return None
 
 

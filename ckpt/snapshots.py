@@ -19,8 +19,10 @@ from plait import _C
 from plait.ckpt.agree import Agreement
 from plait.ckpt.aside import METRICS, check_metrics
 from plait.ckpt.background import Background, Ownership
+from plait.ckpt.candidates import candidates, newest_valid
 from plait.ckpt.capture import Capturer
 from plait.ckpt.commit import Writer
+from plait.ckpt.crypt import load_key
 from plait.ckpt.errors import SnapshotError
 from plait.ckpt.folders import collect_garbage, publish
 from plait.ckpt.group import launch_of_group
@@ -28,8 +30,10 @@ from plait.ckpt.handle import Handle
 from plait.ckpt.keep import Policy
 from plait.ckpt.lock import RootLock
 from plait.ckpt.manifest import FORMATS, RUN, Run, from_bytes, to_bytes
-from plait.ckpt.restore import Restored, Wanted, newest_valid, restore_state
+from plait.ckpt.restore import Restored, Wanted, restore_state
 from plait.ckpt.state import Node, flatten
+from plait.ckpt.tiers import Launch, Tier
+from plait.ckpt.uploads import Tiers
 
 _RUN_BYTES = 4096
 _GRACE_S = 30.0  # how long a program that fails still waits for a save in flight
@@ -42,8 +46,10 @@ class Snapshots:
     any integer equal on all ranks and new at every launch, needed when world_size > 1. grid: noted in the manifest.
     timeout_s: how long a rank is waited for before it is named. pool_bytes: staging memory made (and faulted in) now
     instead of at the first save. rate_limit: bytes per second for writing, 0 none. read_only: takes no LOCK, saves
-    nothing. agreement_root: where ranks agree during a restore, when they cannot write to `root`. io: the system
-    calls (tests make them fail).
+    nothing. tiers: where committed snapshots are copied to in the background (tiers.Tier), nearest first; a restore
+    takes the nearest good copy. key, key_file: 32 bytes, or a file with them or their hex digits: it signs manifests,
+    which must then be signed by it, and seals encrypted tiers. agreement_root: where ranks agree during a restore,
+    when they cannot write to `root`. io: the system calls (tests make them fail).
 
     Rank 0 takes the LOCK: SnapshotLocked names the owner when another job writes here. It also removes what dead
     attempts left behind. Make the object after any fork.
@@ -68,6 +74,9 @@ class Snapshots:
         pin: bool = False,
         read_only: bool = False,
         agreement_root: str | Path | None = None,
+        tiers: Sequence[Tier] = (),
+        key: bytes | None = None,
+        key_file: str | Path | None = None,
         io: _C.Io | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
@@ -81,9 +90,11 @@ class Snapshots:
         self._session = f"{(secrets.randbits(64) if session is None else session) & (2**64 - 1):016x}"
         self._grid = dict(grid or {})
         self._io = io or _C.PosixIo()
-        self._threads = threads
+        self._threads, self._key = threads, load_key(key, key_file)
+        self._tiers = Tiers(tiers, self._io, self._session, self._key, threads)
+        stop = threading.Event()
         writer = Writer(
-            self._io, self.root, rank, world_size, threads, rate_limit, direct, timeout_s, threading.Event()
+            self._io, self.root, rank, world_size, threads, rate_limit, direct, timeout_s, stop, key=self._key
         )
         self._agreement = Agreement(writer, Path(agreement_root or root).absolute(), self._session)
         self._capturer: Capturer | None = None
@@ -93,7 +104,12 @@ class Snapshots:
         self._last: Handle | None = None
         if not read_only:
             owned = self._own()
-            self._background = Background(writer, self._session, self.policy, self._agreement, self._grid, owned)
+            self._background = Background(
+                writer, self._session, self.policy, self._agreement, self._grid, owned, self._tiers
+            )
+            run = "" if owned is None else owned.run
+            launch = Launch(rank, world_size, self._session, self._io, self._key, run, timeout_s, stop)
+            self._tiers.start(launch, newest_valid(self._io, self.root, self._key) if tiers else None)
             self._capturer = Capturer(rank, world_size, pool_bytes, threads, pin)
 
     @classmethod
@@ -163,12 +179,14 @@ class Snapshots:
         """
         self.wait()
         wanted = Wanted(tuple(allow_missing), tuple(allow_unexpected), cast if cast is not None else False)
-        return restore_state(self._io, self.root, self.rank, self._agreement, state, step, wanted, self._threads)
+        found = candidates(self._io, self.root, step, self._threads, self._tiers, self._key)
+        return restore_state(found, self.root, self.rank, self._agreement, state, wanted)
 
     def latest(self) -> int | None:
-        """Returns the step of the newest snapshot whose manifest verifies, or None."""
-        folder = newest_valid(self._io, self.root)
-        return None if folder is None else folder.step
+        """Returns the step of the newest snapshot whose manifest verifies, here or in a tier, or None."""
+        folder = newest_valid(self._io, self.root, self._key)
+        steps = [copy.step for copy in self._tiers.copies(None)] + ([] if folder is None else [folder.step])
+        return max(steps, default=None)
 
     def wait(self) -> None:
         """Waits for the save in flight; raises its error, or that of an earlier one, unless it was raised before."""
@@ -179,6 +197,7 @@ class Snapshots:
         """Raises the error of a finished save unless it was raised before. Does not wait."""
         if self._last is not None and self._last.done():
             self._last.raise_once()
+        self._tiers.check()
 
     def close(self, timeout_s: float | None = None) -> None:
         """Waits for the save in flight, lets go of thread, memory and LOCK; raises what is still to be raised.
@@ -192,6 +211,7 @@ class Snapshots:
             if self._lock is not None and (self._last is None or self._last.done()):
                 self._background.bury()
             self._background.close()
+        self._tiers.close(timeout_s)
         if self._capturer is not None:
             self._capturer.close()
             self._capturer = None
@@ -231,5 +251,6 @@ class Snapshots:
     def _run_id(self) -> str:
         path = self.root / RUN
         if not path.exists():
-            publish(self._io, path, to_bytes(Run(FORMATS[Run], secrets.token_hex(16))))
+            run = self._tiers.known_run() or secrets.token_hex(16)  # a new local disk goes on with that of its tiers
+            publish(self._io, path, to_bytes(Run(FORMATS[Run], run)))
         return from_bytes(Run, _C.read_small(self._io, path, _RUN_BYTES), f"'{path}'").run

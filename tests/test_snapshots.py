@@ -356,7 +356,7 @@ def test_wait_with_a_time_limit_gives_up_and_says_so(tmp_path):
     with Snapshots(tmp_path, rate_limit=1 << 20) as snapshots:
         handle = snapshots.save(1, {"w": torch.randn(300_000)})
         with pytest.raises(TimeoutError, match="step 1 is not durable"):
-            handle.wait(0.0)
+            handle.wait(timeout_s=0.0)
         handle.wait()
         assert handle.durable_s is not None and handle.done()
 
