@@ -1,11 +1,21 @@
-"""`plait kernels`: what the compiler makes of the kernels, and whether that keeps the rules. No GPU needed."""
+"""`plait kernels`: what the compiler makes of the kernels, whether that keeps the rules, the cache, the tile tables.
+
+Only `tune` needs a GPU.
+"""
 
 import argparse
 import sys
+import time
+from pathlib import Path
 
+from plait.kernels import tune_card
 from plait.kernels.gate import ARCHS, Verdict, check, default_points, narrow_accesses, resident_warps
 from plait.kernels.inspect import Facts, compile_offline, parse_arch
+from plait.kernels.measured import path_of
 from plait.kernels.points import points
+from plait.kernels.tune import Tools, text, tune_into
+from plait.kernels.tune_cases import cases
+from plait.kernels.warm import Warmed, chosen, warm
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -19,6 +29,15 @@ def _parser() -> argparse.ArgumentParser:
     gate.add_argument("names", nargs="*", help="points or their prefixes (default: the declared list)")
     gate.add_argument("--arch", action="append", help=f"may be repeated (default: {', '.join(ARCHS)})")
     gate.add_argument("--all", action="store_true", help="every point and the whole attention table")
+    filled = commands.add_parser("warm", help="compile the declared launches into triton's cache: no GPU needed")
+    filled.add_argument("names", nargs="*", help="points or their prefixes (default: all but attention's long table)")
+    filled.add_argument("--arch", action="append", help=f"may be repeated (default: {', '.join(ARCHS)})")
+    filled.add_argument("--all", action="store_true", help="the whole attention table too")
+    tuned = commands.add_parser("tune", help="time candidate tiles on this card and keep the winners: needs a GPU")
+    tuned.add_argument("names", nargs="*", help="cases or their prefixes (default: all; --dry-run lists them)")
+    tuned.add_argument("--out", type=Path, help="the file of rows (default: kernels/tuned/sm_NN.json of this card)")
+    tuned.add_argument("--budget-s", type=float, default=3600.0, help="no case begins after this (default 3600)")
+    tuned.add_argument("--dry-run", action="store_true", help="list cases, rows in use and candidates; needs no GPU")
     return parser
 
 
@@ -63,9 +82,73 @@ def _check(names: list[str], archs: list[str] | None, every: bool) -> int:
     return 1 if num_broken else 0
 
 
+def told(done: Warmed, number: int, total: int) -> str:
+    """A warmed launch as one line."""
+    how = f"failed: {done.error}" if done.error else "compiled" if done.compiled else "was there"
+    return f"[{number:3d}/{total}] {done.name:40s} {done.arch:7s} {done.seconds:6.2f} s  {how}"
+
+
+def _warm(names: list[str], archs: list[str], every: bool) -> int:
+    todo = chosen(names, archs, every)
+    if not todo:
+        print(f"plait kernels: no kernel {names[0]!r}; `plait kernels list` has the names", file=sys.stderr)
+        return 2
+    start, finished = time.perf_counter(), []
+    for done in warm(todo):
+        finished.append(done)
+        print(told(done, len(finished), len(todo)), flush=True)
+    num_compiled = sum(done.compiled and not done.error for done in finished)
+    num_failed = sum(bool(done.error) for done in finished)
+    print(
+        f"{len(todo)} launches in {time.perf_counter() - start:.2f} s: {num_compiled} compiled, {num_failed} failed"
+    )
+    return 1 if num_failed else 0
+
+
+def _tune(names: list[str], out: Path | None, budget_s: float, dry_run: bool) -> int:
+    wanted = cases(names)
+    if not wanted:
+        print(f"plait kernels: no case {names[0]!r}; `plait kernels tune --dry-run` lists them", file=sys.stderr)
+        return 2
+    if dry_run:
+        for case in wanted:
+            for arch in (80, 90, 100):
+                num_tiles = len(set(case.candidates(arch)))
+                print(f"{case.name:32s} sm_{arch:<3d} {num_tiles:3d} candidates, in use {text(case.present(arch))}")
+        return 0
+    try:
+        card = tune_card.this_card()
+    except RuntimeError as error:
+        print(f"plait kernels tune: {error}: it times kernels on a card; --dry-run needs none", file=sys.stderr)
+        return 2
+    if out is None and card.capability != card.arch:
+        print(
+            f"plait kernels tune: {card.name} (sm_{card.capability}) takes the rows of sm_{card.arch}, which other"
+            " cards take as well; give --out FILE",
+            file=sys.stderr,
+        )
+        return 2
+    path = out or path_of(card.arch)
+    tools = Tools(
+        compile_offline, tune_card.event_timer(card.device), time.monotonic, lambda line: print(line, flush=True)
+    )
+    try:
+        num_rows = tune_into(path, wanted, card, tools, budget_s)
+    except KeyboardInterrupt:
+        print(f"stopped; the rows won so far are in {path}", file=sys.stderr)
+        return 130
+    except (RuntimeError, ValueError) as error:
+        print(f"plait kernels tune: {error}", file=sys.stderr)
+        return 1
+    print(f"{num_rows} rows won, in {path}")
+    return 0
+
+
 def main(argv: list[str]) -> int:
-    """0 on success, 1 when a rule is broken, 2 on a name or architecture that does not exist."""
+    """0 on success, 1 when a rule is broken or a kernel fails, 2 on what does not exist, a card for one."""
     arguments = _parser().parse_args(argv)
+    if arguments.command == "tune":
+        return _tune(arguments.names, arguments.out, arguments.budget_s, arguments.dry_run)
     known = points(every=True)
     if arguments.command == "list":
         print("\n".join(known))
@@ -78,6 +161,8 @@ def main(argv: list[str]) -> int:
         return 2
     if arguments.command == "check":
         return _check(arguments.names, archs, arguments.all)
+    if arguments.command == "warm":
+        return _warm(arguments.names, archs or list(ARCHS), arguments.all)
     if arguments.name not in known:
         print(f"plait kernels: no kernel {arguments.name!r}; `plait kernels list` has the names", file=sys.stderr)
         return 2
