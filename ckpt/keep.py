@@ -18,6 +18,7 @@ from pathlib import Path
 from plait import _C
 from plait.ckpt.errors import SnapshotDamaged, SnapshotError
 from plait.ckpt.folders import StepFolder, parse_step, remove_step, step_folders
+from plait.ckpt.lock import NO_FLOCK
 from plait.ckpt.manifest import MANIFEST
 from plait.ckpt.reader import read_manifest
 
@@ -167,10 +168,14 @@ def _pin_of(folder: Path) -> Path:
 
 @contextmanager
 def reading(folder: Path) -> Iterator[None]:
-    """Holds a snapshot against retention while it is read (shared flock on its manifest)."""
+    """Holds a snapshot against retention while it is read (shared flock on its manifest, where there is flock)."""
     fd = os.open(folder / MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH)
+        except OSError as error:
+            if error.errno not in NO_FLOCK:
+                raise
         yield
     finally:
         os.close(fd)
@@ -178,14 +183,19 @@ def reading(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[bool]:
-    """Gives True when no reader holds the snapshot."""
+    """Gives True when no reader holds the snapshot; where there is no flock, nobody can hold it."""
     fd = os.open(folder / MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            yield False
+            free = False
+        except OSError as error:
+            if error.errno not in NO_FLOCK:
+                raise
+            free = True
         else:
-            yield True
+            free = True
+        yield free
     finally:
         os.close(fd)

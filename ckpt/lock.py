@@ -1,23 +1,26 @@
 """LOCK: one writer job per snapshot root.
 
-Not a lease and no heartbeat: the kernel drops a dead owner's flock. The one idea: flock decides, the record inside
-names the owner for people, and its epoch, one higher at every change of owner, lets a commit see that it was
-replaced.
+The one idea: flock decides, since the kernel drops a dead owner's; the record inside names the owner for people, and
+its epoch, one higher at every change of owner, lets a commit see that it was replaced. Where the file system has no
+flock, a lease decides (lease.py).
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
-import socket
 import weakref
 from pathlib import Path
 from typing import Any
 
 from plait.ckpt.errors import SnapshotError, SnapshotLocked
+from plait.ckpt.lease import Lease
+from plait.ckpt.owner import describe_owner, owner_is_alive, read_record, this_process
 
-_MAX_RECORD_BYTES = 4096
+# What flock says on a file system that has none: NFS without a lock server, some FUSE and parallel file systems.
+NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 class RootLock:
@@ -30,20 +33,30 @@ class RootLock:
     def __init__(self, root: Path, session: str) -> None:
         self.path = root / "LOCK"
         self.stale_owner: str | None = None
+        self._session = session
+        self._lease: Lease | None = None
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            self._take(session)
+            self._take()
         except BaseException:
             os.close(self._fd)
+            if self._lease is not None:
+                self._lease.close()
             raise
         reference = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _forget(reference))
 
-    def _take(self, session: str) -> None:
+    def _take(self) -> None:
+        me = {**this_process(), "session": self._session}
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise SnapshotLocked(f"'{self.path}' is held by {describe_owner(self.record())}") from None
+        except OSError as error:
+            if error.errno not in NO_FLOCK:
+                raise
+            self._lease = Lease(self.path.parent, me)
+            self.stale_owner = self._lease.stale_owner
         record = self.record()
         if record.get("held") and owner_is_alive(record):  # a file system on which flock means nothing
             raise SnapshotLocked(f"'{self.path}' is held by {describe_owner(record)}, which is alive")
@@ -51,7 +64,7 @@ class RootLock:
             self.stale_owner = describe_owner(record)
         epoch = record.get("epoch", 0)
         self.epoch = (epoch if type(epoch) is int else 0) + 1
-        self._write({**_this_process(), "session": session, "epoch": self.epoch, "held": True})
+        self._write({**me, "epoch": self.epoch, "held": True})
 
     def record(self) -> dict[str, Any]:
         """Returns the record in the file; empty when it cannot be read."""
@@ -59,8 +72,11 @@ class RootLock:
 
     def check(self) -> None:
         """Raises SnapshotError unless this object still is the owner."""
+        if self._lease is not None:
+            self._lease.check()
         record = self.record()
-        if record.get("epoch") != self.epoch or os.fstat(self._fd).st_ino != os.stat(self.path).st_ino:
+        mine = (record.get("epoch"), record.get("session")) == (self.epoch, self._session)
+        if not mine or os.fstat(self._fd).st_ino != os.stat(self.path).st_ino:
             raise SnapshotError(f"'{self.path}' was taken over by {describe_owner(record)}; nothing is committed")
 
     def close(self) -> None:
@@ -70,8 +86,10 @@ class RootLock:
         record = self.record()
         if record.get("epoch") == self.epoch:
             self._write({**record, "held": False})
-        # A child forked a moment ago may not have run yet and still hold its copy: unlocking reaches that one too.
-        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        if self._lease is not None:
+            self._lease.close()
+        else:  # a child forked a moment ago may not have run yet and still hold its copy: this reaches that one too
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
         self._release()
 
     def _release(self) -> None:
@@ -101,6 +119,10 @@ def refuse_if_held(root: Path) -> None:
             return
         except BlockingIOError:
             pass
+        except OSError as error:
+            if error.errno not in NO_FLOCK:
+                raise
+            return
         finally:
             os.close(fd)
     raise SnapshotLocked(f"'{path}' is held by {describe_owner(record)}")
@@ -110,51 +132,3 @@ def _forget(reference: weakref.ref[RootLock]) -> None:
     lock = reference()
     if lock is not None:
         lock._release()
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """Returns the owner's record of a LOCK file; empty when there is none or it was torn by a power loss."""
-    try:
-        with open(path, "rb") as file:
-            record = json.loads(file.read(_MAX_RECORD_BYTES))
-    except (FileNotFoundError, ValueError):
-        return {}
-    return record if isinstance(record, dict) else {}
-
-
-def describe_owner(record: dict[str, Any]) -> str:
-    """Returns "process 12 on host a" for people."""
-    if not record:
-        return "an unknown process"
-    return f"process {record.get('pid')} on host {record.get('host')} (epoch {record.get('epoch')})"
-
-
-def owner_is_alive(record: dict[str, Any]) -> bool:
-    """True when the record's process runs on this machine now, and is not this one.
-
-    Other machines cannot be asked.
-    """
-    here = _this_process()
-    if record.get("host") != here["host"] or record.get("boot_id") != here["boot_id"]:
-        return False
-    pid = record.get("pid")
-    return type(pid) is int and pid != here["pid"] and _start_time(pid) == record.get("start_time") is not None
-
-
-def _this_process() -> dict[str, Any]:
-    try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot_id = ""  # not Linux: pid and host remain
-    pid = os.getpid()
-    return {"host": socket.gethostname(), "pid": pid, "boot_id": boot_id, "start_time": _start_time(pid)}
-
-
-def _start_time(pid: int) -> int | None:
-    """Returns when a process started, in ticks since boot; None when it does not run (a zombie does not)."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = stat.rpartition(")")[2].split()  # from the state on, see proc_pid_stat(5)
-    return None if fields[0] in "ZX" else int(fields[19])

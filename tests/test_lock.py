@@ -1,0 +1,134 @@
+"""Who owns a root: dead owners of every kind, and file systems on which flock is refused."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import time
+
+import pytest
+
+from plait.ckpt import Snapshots
+from plait.ckpt.errors import SnapshotError, SnapshotLocked
+from plait.ckpt.lease import Lease
+from plait.ckpt.lock import RootLock, refuse_if_held
+from plait.ckpt.owner import owner_is_alive, this_process
+from tests.faults import in_child, restored_seed, small_state
+
+
+def hold_in_child(root, work) -> int:
+    """Runs `work` in this process while a child owns the root; returns the child's pid, which is then dead."""
+    read, write = os.pipe()
+    back_read, back_write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        RootLock(root, "child")
+        os.write(back_write, b"x")
+        os.read(read, 1)
+        os._exit(0)  # without close
+    os.read(back_read, 1)
+    try:
+        work(pid)
+    finally:
+        os.write(write, b"x")
+        os.waitpid(pid, 0)
+        for fd in (read, write, back_read, back_write):
+            os.close(fd)
+    return pid
+
+
+# what of a live process's record is changed, and whether its owner then counts as alive
+@pytest.mark.parametrize(
+    ("change", "alive"),
+    [
+        ({}, True),
+        ({"start_time": 1}, False),  # the pid was given out again
+        ({"boot_id": "of another boot"}, False),
+        ({"host": "elsewhere"}, False),  # not to be asked
+        ({"pid": 2**22 + 1}, False),
+        ({"pid": "12"}, False),
+        ({"start_time": None}, False),
+    ],
+)
+def test_a_record_means_one_process_of_one_boot(tmp_path, change, alive):
+    def look(pid):
+        record = json.loads((tmp_path / "LOCK").read_text())
+        assert record["pid"] == pid and owner_is_alive({**record, **change}) is alive
+
+    hold_in_child(tmp_path, look)
+
+
+@pytest.fixture
+def no_flock(monkeypatch):
+    """A file system without locks, as flock says it there."""
+
+    def refuse(fd, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+def test_without_flock_a_second_job_is_refused_and_a_dead_one_is_followed(tmp_path, no_flock):
+    def refused(pid):
+        with pytest.raises(SnapshotLocked, match=f"LOCK.lease' is held by process {pid} on host"):
+            RootLock(tmp_path, "second")
+        with pytest.raises(SnapshotLocked, match=f"held by process {pid}"):
+            refuse_if_held(tmp_path)
+
+    pid = hold_in_child(tmp_path, refused)
+    refuse_if_held(tmp_path)
+    lock = RootLock(tmp_path, "third")
+    assert f"process {pid}" in str(lock.stale_owner)
+    with pytest.raises(SnapshotLocked, match=f"held by process {os.getpid()}"):
+        RootLock(tmp_path, "fourth")
+    lock.check()
+    lock.close()
+    assert not list(tmp_path.glob("LOCK.lease*"))
+
+
+def test_without_flock_an_owner_elsewhere_lives_as_long_as_it_is_seen(tmp_path, no_flock):
+    other = {**this_process(), "host": "elsewhere", "session": "o"}
+    lease = Lease(tmp_path, other, lease_s=0.8)
+    for _ in range(3):
+        time.sleep(0.4)  # longer than between two renewals; in sum longer than the lease
+        with pytest.raises(SnapshotLocked, match="host elsewhere .*seen 0 s ago"):
+            Lease(tmp_path, {**this_process(), "session": "mine"}, lease_s=0.8)
+    lease._stop.set()  # the host is gone: nobody renews
+    lease._thread.join()
+    os.utime(lease.path, (1.0, 1.0))
+    mine = Lease(tmp_path, {**this_process(), "session": "mine"}, lease_s=0.8)
+    assert "elsewhere" in str(mine.stale_owner)
+    with pytest.raises(SnapshotError, match="was taken over by process"):
+        lease.check()
+    lease.close()  # what is no longer its own stays
+    mine.check()
+    mine.close()
+
+
+def test_without_flock_snapshots_are_saved_kept_and_restored(tmp_path, no_flock):
+    with Snapshots(tmp_path, keep_last=1) as snapshots:
+        for step in (1, 2):
+            snapshots.save(step, small_state(step)).wait()
+        assert in_child(lambda: Snapshots(tmp_path)) == 1
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-000000002"] and restored_seed(tmp_path) == 2
+
+
+def test_an_owner_with_the_same_epoch_but_another_session_stops_the_commit(tmp_path):
+    """Two that took a stale lock at once have one epoch: the session tells which of them stands in the record."""
+    with Snapshots(tmp_path) as snapshots:
+        record = json.loads((tmp_path / "LOCK").read_text())
+        (tmp_path / "LOCK").write_text(json.dumps({**record, "session": "f" * 16, "pid": 7}))
+        with pytest.raises(SnapshotError, match="was taken over by process 7"):
+            snapshots.save(1, small_state(1)).wait()
+        assert snapshots.latest() is None
+
+
+def test_another_error_of_flock_is_not_taken_for_a_missing_one(tmp_path, monkeypatch):
+    def fail(fd, operation):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        RootLock(tmp_path, "mine")
