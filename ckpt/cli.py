@@ -18,8 +18,8 @@ from plait.ckpt.compare import compare, find_snapshot
 from plait.ckpt.errors import SnapshotDamaged, SnapshotError, SnapshotLocked
 from plait.ckpt.folders import StepFolder, collect_garbage, leftovers, parse_step, step_folders
 from plait.ckpt.lock import RootLock
-from plait.ckpt.owner import read_record
 from plait.ckpt.manifest import RUN
+from plait.ckpt.owner import read_record
 from plait.ckpt.reader import SnapshotReader
 from plait.ckpt.values import decode
 
