@@ -40,6 +40,13 @@ RULES: dict[str, Rule] = {
     "layer_norm": Rule(min_warps=24, narrow=2),
     "layer_norm.backward": Rule(min_warps=8, narrow=2),
     "layer_norm_residual.backward": Rule(min_warps=8, narrow=2),
+    # Tiles of narrow rows: a statistic per row of a thread, and weights that 16 threads share.
+    "rms_norm.forward.128": Rule(min_warps=40, narrow=2),
+    "rms_norm.backward.128": Rule(min_warps=32, narrow=3),
+    "rms_norm.backward.64": Rule(min_warps=24, narrow=3),
+    "rms_norm_residual.backward.64": Rule(min_warps=24, narrow=3),
+    "layer_norm.backward.64": Rule(min_warps=24, narrow=5),
+    "layer_norm_residual.backward.64": Rule(min_warps=24, narrow=5),
     "rope": Rule(min_warps=24, narrow=0),
     "attention": Rule(min_warps=4, matrix=True),
     "attention.delta": Rule(min_warps=8),

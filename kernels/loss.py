@@ -148,7 +148,7 @@ class _LinearCrossEntropyOnce(torch.autograd.Function):
         need_dx, need_dweight = ctx.needs_input_grad[:2]
         numbers = [terms[name] for name in ("vocab_start", "num_classes", "label_smoothing", "z_loss", "softcap")]
         arguments = (x, weight, target, dloss, *numbers, need_dx, need_dweight)
-        merged, dx, dweight = _once(*arguments) if all_reduce is None else head_once(*arguments, all_reduce)
+        merged, dx, dweight = _once(*arguments) if all_reduce is None else head_once(*arguments, all_reduce=all_reduce)
         loss = _token_loss(merged.unbind(0), counts, terms)
         value = reduce_losses(loss, counts, weights, reduction)
         dweights = None

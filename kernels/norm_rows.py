@@ -1,22 +1,29 @@
 """The kernels of rms_norm and layer_norm: a row is normalised in registers, or in blocks where it is too wide.
 
+Narrow rows, such as heads, share a program (norm_tiles.py).
+
 CENTRED subtracts the mean (layer_norm); without it mean_ptr is not touched. The gradients of weight and bias have two
 stages: a program adds up its rows in order, then the programs' sums are added in order; programs depend on the number
 of rows alone, so that runs agree bit for bit. Wide rows are read once per pass (from the second on out of the cache);
 their partial sums lie in memory, each written by one program only. Formulas: rmsnorm.py, layernorm.py.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from plait.kernels.launch import Launch, check, compute_dtype, from_table, next_power_of_two, rows_of, triton_dtype
+from plait.kernels.norm_tiles import NUM_TILE_PARTIALS, backward_tiles, forward_tiles, rows_of_tile
 
 _MAX_COLS = 65536
+# Rows up to so many columns lie several to a tile: a warp reads 16 bytes a thread from 256 columns of 16 bits on.
+_MAX_NARROW = 512
 # (columns, warps): one row per program; at most 32 elements a thread, so that a row stays in registers (derived).
-_FORWARD_WARPS = ((512, 1), (1024, 2), (2048, 4), (8192, 8), (16384, 16), (32768, 32))
+_FORWARD_WARPS = ((1024, 2), (2048, 4), (8192, 8), (16384, 16), (32768, 32))
 # Four to six numbers are kept for an element: at most 16 elements a thread.
-_BACKWARD_WARPS = ((512, 1), (1024, 2), (2048, 4), (4096, 8), (8192, 16))
+_BACKWARD_WARPS = ((1024, 2), (2048, 4), (4096, 8), (8192, 16))
 # Wider rows are walked in blocks: these are the widest that compile without spills (offline, sm_80 to sm_100).
 _MAX_FORWARD = 32768
 _MAX_BACKWARD = 8192
@@ -210,6 +217,20 @@ def _wide_norm_backward(
         tl.debug_barrier()  # the sums are read back in the next row
 
 
+def _constants(
+    x: torch.Tensor, mean: torch.Tensor | None, residual: torch.Tensor | None, weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> dict[str, Any]:  # fmt: skip
+    """The switches of all kernels."""
+    return {
+        "COMPUTE": triton_dtype(x.dtype),
+        "CENTRED": mean is not None,
+        "HAS_RESIDUAL": residual is not None,
+        "HAS_WEIGHT": weight is not None,
+        "HAS_BIAS": bias is not None,
+    }
+
+
 def forward_launch(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None,
     eps: float, y: torch.Tensor, h: torch.Tensor, mean: torch.Tensor | None, rstd: torch.Tensor,
@@ -222,18 +243,26 @@ def forward_launch(
         rows, extra, rows if weight is None else weight.contiguous(), rows if bias is None else bias.contiguous(),
         y, h, rstd if mean is None else mean, rstd, rows.stride(0), extra.stride(0), num_cols, eps,
     )  # fmt: skip
-    constants = {
-        "COMPUTE": triton_dtype(x.dtype),
-        "CENTRED": mean is not None,
-        "HAS_RESIDUAL": residual is not None,
-        "HAS_WEIGHT": weight is not None,
-        "HAS_BIAS": bias is not None,
-    }
+    constants = _constants(x, mean, residual, weight, bias)
+    if num_cols <= _MAX_NARROW:
+        return forward_tiles(num_rows, arguments, constants)
     if num_cols > _MAX_FORWARD:
         constants["BLOCK_COL"] = _BLOCK_COL
         return Launch(_wide_norm_forward, (num_rows,), arguments, constants, _WIDE_WARPS)
     constants["BLOCK_COL"] = next_power_of_two(num_cols)
     return Launch(_norm_forward, (num_rows,), arguments, constants, from_table(_FORWARD_WARPS, num_cols))
+
+
+def num_partials(num_rows: int, num_cols: int) -> int:
+    """Programs of the backward, each with one partial gradient: they share the rows evenly, in whole tiles."""
+    if not num_rows:
+        return 0
+    if num_cols <= _MAX_NARROW:
+        step, most = rows_of_tile(num_cols), NUM_TILE_PARTIALS
+    else:
+        step, most = 1, _NUM_PARTIALS
+    num_tiles = triton.cdiv(num_rows, step)
+    return triton.cdiv(num_tiles, triton.cdiv(num_tiles, most))
 
 
 def backward_launch(
@@ -243,24 +272,22 @@ def backward_launch(
 ) -> Launch:  # fmt: skip
     """dx, dweight (with a weight) and dbias (with a bias), both [programs, D], are contiguous outputs.
 
-    The programs share the rows evenly.
+    `num_programs` as `num_partials` counts them.
     """
     rows, grad = rows_of(h), rows_of(dy)
     extra = grad if dh is None else rows_of(dh)
     num_rows, num_cols = rows.shape
+    step = rows_of_tile(num_cols) if num_cols <= _MAX_NARROW else 1
     arguments = (
         grad, extra, rows, rows if weight is None else weight.contiguous(),
         rstd if mean is None else mean.contiguous(), rstd.contiguous(), dx,
         rstd if dweight is None else dweight, rstd if dbias is None else dbias,
-        grad.stride(0), extra.stride(0), rows.stride(0), num_rows, num_cols, triton.cdiv(num_rows, num_programs),
+        grad.stride(0), extra.stride(0), rows.stride(0), num_rows, num_cols,
+        triton.cdiv(triton.cdiv(num_rows, step), num_programs) * step,
     )  # fmt: skip
-    constants = {
-        "COMPUTE": triton_dtype(h.dtype),
-        "CENTRED": mean is not None,
-        "HAS_RESIDUAL": dh is not None,
-        "HAS_WEIGHT": weight is not None,
-        "HAS_BIAS": dbias is not None,
-    }
+    constants = _constants(h, mean, dh, weight, dbias)
+    if num_cols <= _MAX_NARROW:
+        return backward_tiles(num_programs, arguments, constants)
     if num_cols > _MAX_BACKWARD:
         constants["BLOCK_COL"] = _BLOCK_COL
         return Launch(_wide_norm_backward, (num_programs,), arguments, constants, _WIDE_WARPS)
@@ -315,12 +342,11 @@ def run_backward(
     dh: torch.Tensor | None, has_bias: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """(dx, dweight, dbias) in h's dtype; None where there is no weight or bias."""
-    dx, num_rows, num_cols = like(h), rstd.numel(), h.shape[-1]
-    num_programs = triton.cdiv(num_rows, triton.cdiv(num_rows, _NUM_PARTIALS)) if num_rows else 0
-    shape = (num_programs, num_cols)
+    dx, num_programs = like(h), num_partials(rstd.numel(), h.shape[-1])
+    shape = (num_programs, h.shape[-1])
     dweight = None if weight is None else torch.empty(shape, dtype=rstd.dtype, device=h.device)
     dbias = torch.empty(shape, dtype=rstd.dtype, device=h.device) if has_bias else None
-    if num_rows:
+    if num_programs:
         backward_launch(dy, h, weight, mean, rstd, dh, dx, dweight, dbias, num_programs).run()
     sums = [None if part is None else part.sum(0).to(h.dtype) for part in (dweight, dbias)]
     return dx, sums[0], sums[1]

@@ -72,7 +72,8 @@ def points(every: bool = False) -> dict[str, Callable[..., Launch]]:
         found[f"swiglu.{side}"] = partial(_swiglu, 14336, backward)
         found[f"geglu.{side}"] = partial(_geglu, 14336, backward, False)
         found[f"geglu_tanh.{side}"] = partial(_geglu, 14336, backward, True)
-        for num_cols in (4096, 8192, 65536):
+        found[f"rms_norm.{side}.128"] = partial(_norm, 128, backward)
+        for num_cols in (64, 4096, 8192, 65536):
             found[f"rms_norm.{side}.{num_cols}"] = partial(_norm, num_cols, backward)
             found[f"rms_norm_residual.{side}.{num_cols}"] = partial(_norm, num_cols, backward, True)
             found[f"layer_norm.{side}.{num_cols}"] = partial(_norm, num_cols, backward, False, True)

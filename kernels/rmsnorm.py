@@ -4,7 +4,7 @@ Backward, with g = dy * weight: dh = rstd * (g - h * rstd^2 * mean(g * h)) (+ d 
 of dy * h * rstd, in two stages of fixed order (rows of a program, then programs), so that runs agree bit for bit.
 x, weight, residual: one floating dtype; arithmetic in fp32 (fp64 for fp64); h is rounded to x's dtype before it is
 normalised, so that backward sees the same h. Bytes per element: 2 accesses forward (4 with residual), 3 backward.
-Kernels: norm_rows.py.
+Kernels: norm_rows.py, and norm_tiles.py for narrow rows.
 """
 
 from typing import overload

@@ -5,8 +5,10 @@ Nothing here is a test.
 
 from collections.abc import Callable
 
+import pytest
 import torch
 
+from plait.kernels import norm_rows, norm_tiles
 from tests.cases import dtype_support, normal
 
 # moved: begins off any 16-byte boundary; sliced: rows apart by an odd number; stepped: elements two apart.
@@ -29,6 +31,23 @@ def lay_out(values: torch.Tensor, layout: str) -> torch.Tensor:
     wide = values.new_full((*shape[:-1], 2 * shape[-1] + 3), float("nan"))
     home = wide[..., 1 : 1 + shape[-1]] if layout == "sliced" else wide[..., 1 : 1 + 2 * shape[-1] : 2]
     return home.copy_(values)
+
+
+# kind: limits of norm_rows.py and norm_tiles.py under which rows of 10 columns are walked as its name says.
+NORM_LIMITS = {
+    "tiles": {"_BACKWARD_TILE": 32, "NUM_TILE_PARTIALS": 3},
+    "rows": {"_MAX_NARROW": 0, "_NUM_PARTIALS": 3},
+    "blocks": {"_MAX_NARROW": 0, "_NUM_PARTIALS": 3, "_MAX_FORWARD": 4, "_MAX_BACKWARD": 4, "_BLOCK_COL": 4},
+}
+
+
+def limit_norms(patch: pytest.MonkeyPatch, kind: str) -> None:
+    """Sets the limits of one kind; a tile is bound where its rows are counted."""
+    for name, value in NORM_LIMITS[kind].items():
+        if name == "_BACKWARD_TILE":
+            patch.setattr(norm_tiles, name, value)
+        else:
+            patch.setattr(norm_rows, name, value)
 
 
 def _run(op: Callable[..., object], inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:

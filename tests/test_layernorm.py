@@ -19,7 +19,7 @@ from tests.cases import (
     needs_plain,
     normal,
 )
-from tests.edges import LAYOUTS, lay_out, no_worse_than_torch
+from tests.edges import LAYOUTS, NORM_LIMITS, lay_out, limit_norms, no_worse_than_torch
 
 # Shapes around the width: none, one row, several leading dims, no rows at all.
 LEADING = ((), (1,), (2, 3), (0,))
@@ -92,11 +92,10 @@ def test_rows_too_wide_for_the_registers(width, form):
 
 
 @interpret
-@pytest.mark.parametrize("widest", [8192, 4])
-def test_programs_add_up_several_rows(monkeypatch, widest):
-    """Seven rows over three programs, in registers or (rows beyond 4 columns) in blocks of 4."""
-    for name, value in (("_MAX_BACKWARD", widest), ("_MAX_FORWARD", widest), ("_BLOCK_COL", 4), ("_NUM_PARTIALS", 3)):
-        monkeypatch.setattr(norm_rows, name, value)
+@pytest.mark.parametrize("kind", NORM_LIMITS)
+def test_programs_add_up_several_rows(monkeypatch, kind):
+    """Seven rows over three programs: in tiles of two, one by one in registers, or in blocks of 4 columns."""
+    limit_norms(monkeypatch, kind)
     for form in ("both", "residual"):
         compare(_call(layer_norm, form), _call(layer_norm_ref, form), *_inputs((7,), 10, torch.float64, form))
 

@@ -1,11 +1,13 @@
 """rms_norm: forward and every gradient against the oracle, on the plain path and on the Triton kernel."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.kernels import norm_rows, rms_norm, rms_norm_ref, rmsnorm
+from plait.kernels import norm_rows, norm_tiles, rms_norm, rms_norm_ref, rmsnorm
 from tests.cases import (
     TOLERANCE,
     WIDTHS,
@@ -17,7 +19,7 @@ from tests.cases import (
     needs_plain,
     normal,
 )
-from tests.edges import LAYOUTS, lay_out, no_worse_than_torch
+from tests.edges import LAYOUTS, NORM_LIMITS, lay_out, limit_norms, no_worse_than_torch
 
 # Shapes around the width: none, one row, several leading dims, no rows at all.
 LEADING = ((), (1,), (2, 3), (0,))
@@ -86,11 +88,10 @@ def test_rows_too_wide_for_the_registers(width):
 
 
 @interpret
-@pytest.mark.parametrize("widest", [8192, 4])
-def test_programs_add_up_several_rows(monkeypatch, widest):
-    """Seven rows over three programs, in registers or (rows beyond 4 columns) in blocks of 4."""
-    for name, value in (("_MAX_BACKWARD", widest), ("_MAX_FORWARD", widest), ("_BLOCK_COL", 4), ("_NUM_PARTIALS", 3)):
-        monkeypatch.setattr(norm_rows, name, value)
+@pytest.mark.parametrize("kind", NORM_LIMITS)
+def test_programs_add_up_several_rows(monkeypatch, kind):
+    """Seven rows over three programs: in tiles of two, one by one in registers, or in blocks of 4 columns."""
+    limit_norms(monkeypatch, kind)
     compare(_plain, _plain_ref, normal(7, 10), normal(10, seed=1))
     compare(_residual, _residual_ref, normal(7, 10), normal(10, seed=1), normal(7, 10, seed=2))
 
@@ -253,3 +254,41 @@ def test_rows_are_independent_of_their_order():
 def test_bad_input_is_refused_before_any_launch(call, error, text):
     with pytest.raises(error, match=text):
         call()
+
+
+@interpret
+@needs_interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows,width", [(1, 1), (7, 64), (33, 128), (5, 97), (3, 512)])
+def test_narrow_rows_in_tiles_have_the_bits_of_rows_alone(monkeypatch, rows, width, dtype):
+    """Also of layer_norm's kernels; the weight's gradient has another order of rows: within the budget."""
+    x, r, dy = (normal(rows, width, dtype=dtype, seed=i) for i in range(3))
+    w, b = normal(width, dtype=dtype, seed=3), normal(width, dtype=dtype, seed=4)
+
+    def run(residual, bias):
+        mean = None if bias is None else torch.empty(rows)
+        y, h, rstd = norm_rows.run_forward(x, residual, w, bias, 1e-6, mean)
+        dx, *sums = norm_rows.run_backward(dy, h, w, mean, rstd, residual, bias is not None)
+        return [y, h, rstd, dx] + ([] if mean is None else [mean]), [s for s in sums if s is not None]
+
+    for residual, bias in ((None, None), (r, None), (None, b), (r, b)):
+        with dtype_support(dtype):
+            tiles, sums = run(residual, bias)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(norm_rows, "_MAX_NARROW", 0)
+                alone, want = run(residual, bias)
+        assert all(torch.equal(a, b) for a, b in zip(tiles, alone, strict=True))
+        for a, c in zip(sums, want, strict=True):
+            close(a / rows**0.5, c / rows**0.5, dtype, "sum over rows")
+
+
+@pytest.mark.parametrize(
+    "rows,cols,tile", [(0, 64, 1), (1, 64, 16), (100_000, 64, 16), (264 * 8, 128, 8), (9, 512, 2)]
+)
+def test_programs_of_the_backward_share_whole_tiles(rows, cols, tile):
+    programs = norm_rows.num_partials(rows, cols)
+    assert programs <= norm_tiles.NUM_TILE_PARTIALS
+    if rows:
+        assert norm_tiles.rows_of_tile(cols) == tile
+        share = math.ceil(math.ceil(rows / tile) / programs) * tile
+        assert (programs - 1) * share < rows <= programs * share
