@@ -48,7 +48,8 @@ class Step(NamedTuple):
     """What all elements of a call share.
 
     `numbers`: 1 - lr * weight_decay, lr / (1 - beta1^step), 1 - beta2^step, beta1, 1 - beta1, beta2, 1 - beta2, eps.
-    `schedule` [3], if given, replaces the first three on the device; `grad_scale`, `loss_scale`: 0-dim; `rng` [2].
+    `schedule` [3], if given, replaces the first three on the device; `grad_scale`, `loss_scale`, `found_inf`: 0-dim;
+    `rng` [2]. Where `found_inf` is not 0, nothing is read or written.
     """
 
     numbers: tuple[float, float, float, float, float, float, float, float]
@@ -56,6 +57,7 @@ class Step(NamedTuple):
     grad_scale: torch.Tensor | None = None
     loss_scale: torch.Tensor | None = None
     rng: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
 
     def rounds(self, dtype: torch.dtype) -> bool:
         """Whether parameters of `dtype` are rounded stochastically."""
@@ -89,6 +91,14 @@ def _load_factor(
     if HAS_LOSS_SCALE:
         factor = _divide(factor, tl.load(loss_scale_ptr).to(COMPUTE))
     return factor
+
+
+@triton.jit
+def _stop_of(stop, found_inf_ptr, HAS_FOUND_INF: tl.constexpr):
+    """`stop`, or 0 where an infinite gradient was found."""
+    if HAS_FOUND_INF:
+        stop = tl.where(tl.load(found_inf_ptr) == 0.0, stop, 0)
+    return stop
 
 
 @triton.jit
@@ -132,11 +142,14 @@ def _update(
 def _adamw_run(
     param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, master_ptr, lead, stop, first_group,
     decay, rate, correction, beta1, rest1, beta2, rest2, eps, schedule_ptr, grad_scale_ptr, loss_scale_ptr, rng_ptr,
+    found_inf_ptr,
     PARAM: tl.constexpr, COMPUTE: tl.constexpr, HAS_MASTER: tl.constexpr, ROUND: tl.constexpr,
-    HAS_SCHEDULE: tl.constexpr, HAS_GRAD_SCALE: tl.constexpr, HAS_LOSS_SCALE: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_SCHEDULE: tl.constexpr, HAS_GRAD_SCALE: tl.constexpr, HAS_LOSS_SCALE: tl.constexpr,
+    HAS_FOUND_INF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     factor = _load_factor(grad_scale_ptr, loss_scale_ptr, HAS_GRAD_SCALE, HAS_LOSS_SCALE, COMPUTE)
     decay, rate, correction = _load_schedule(decay, rate, correction, schedule_ptr, HAS_SCHEDULE)
+    stop = _stop_of(stop, found_inf_ptr, HAS_FOUND_INF)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     places = start + tl.arange(0, BLOCK)
     offsets = places - lead
@@ -152,16 +165,17 @@ def _adamw_run(
 def _adamw_table(
     table_ptr, num_rows, chunk_length,
     decay, rate, correction, beta1, rest1, beta2, rest2, eps, schedule_ptr, grad_scale_ptr, loss_scale_ptr, rng_ptr,
+    found_inf_ptr,
     PARAM: tl.constexpr, GRAD: tl.constexpr, COMPUTE: tl.constexpr, ALIGNED: tl.constexpr, STRIDED: tl.constexpr,
     HAS_MASTER: tl.constexpr, ROUND: tl.constexpr, HAS_SCHEDULE: tl.constexpr, HAS_GRAD_SCALE: tl.constexpr,
-    HAS_LOSS_SCALE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_LOSS_SCALE: tl.constexpr, HAS_FOUND_INF: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     factor = _load_factor(grad_scale_ptr, loss_scale_ptr, HAS_GRAD_SCALE, HAS_LOSS_SCALE, COMPUTE)
     decay, rate, correction = _load_schedule(decay, rate, correction, schedule_ptr, HAS_SCHEDULE)
     chunk = tl.program_id(0).to(tl.int64)
     row_ptr = find_row(table_ptr, num_rows, chunk, WIDTH)
     lead = tl.load(row_ptr + 2)
-    stop = tl.load(row_ptr + 1)
+    stop = _stop_of(tl.load(row_ptr + 1), found_inf_ptr, HAS_FOUND_INF)
     if ALIGNED:  # a promise of the table, told to the compiler
         lead = lead * 0
         stop = stop // 16 * 16
@@ -199,7 +213,7 @@ def _adamw_table(
 def _shared(step: Step, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """(arguments, constants) that both kernels take; an absent tensor is replaced by one that is not read."""
     param, _, exp_avg = tensors[:3]
-    optional = (step.schedule, step.grad_scale, step.loss_scale, step.rng)
+    optional = (step.schedule, step.grad_scale, step.loss_scale, step.rng, step.found_inf)
     arguments = (*step.numbers, *(exp_avg if x is None else x for x in optional))
     constants = {
         "PARAM": _NAMES[param.dtype],
@@ -209,6 +223,7 @@ def _shared(step: Step, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...
         "HAS_SCHEDULE": step.schedule is not None,
         "HAS_GRAD_SCALE": step.grad_scale is not None,
         "HAS_LOSS_SCALE": step.loss_scale is not None,
+        "HAS_FOUND_INF": step.found_inf is not None,
         "BLOCK": _BLOCK,
     }
     return arguments, constants

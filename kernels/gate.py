@@ -61,8 +61,8 @@ RULES: dict[str, Rule] = {
     "linear.finish": Rule(min_warps=16),
     "linear.activation_grad": Rule(min_warps=16),
     "linear.fp32": Rule(min_warps=4),  # without tf32 there is no tensor core for fp32
-    "adamw.run": Rule(min_warps=24, narrow=7),
-    "adamw.table": Rule(min_warps=16, narrow=15),
+    "adamw.run": Rule(min_warps=24, narrow=8),
+    "adamw.table": Rule(min_warps=16, narrow=16),
     "adamw.narrow": Rule(min_warps=8),
     "adamw.strided": Rule(min_warps=8),
     "l2_norm.run": Rule(min_warps=32, narrow=1),

@@ -146,9 +146,11 @@ class _LinearCrossEntropyOnce(torch.autograd.Function):
         counts = target != ignore_index
         dloss, divisor = _shares(counts, weights, reduction, compute_dtype(x.dtype))
         need_dx, need_dweight = ctx.needs_input_grad[:2]
-        numbers = [terms[name] for name in ("vocab_start", "num_classes", "label_smoothing", "z_loss", "softcap")]
-        arguments = (x, weight, target, dloss, *numbers, need_dx, need_dweight)
-        merged, dx, dweight = _once(*arguments) if all_reduce is None else head_once(*arguments, all_reduce=all_reduce)
+        wanted = {"need_dx": need_dx, "need_dweight": need_dweight, **terms}
+        if all_reduce is None:
+            merged, dx, dweight = _once(x, weight, target, dloss, **wanted)
+        else:
+            merged, dx, dweight = head_once(x, weight, target, dloss, all_reduce=all_reduce, **wanted)
         loss = _token_loss(merged.unbind(0), counts, terms)
         value = reduce_losses(loss, counts, weights, reduction)
         dweights = None

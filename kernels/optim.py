@@ -104,12 +104,14 @@ def _kernel(
     exp_avg_sqs: list[torch.Tensor], masters: list[torch.Tensor], grad_scale: torch.Tensor | None,
     step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
     loss_scale: torch.Tensor | None = None, rng: torch.Tensor | None = None, first_indices: Sequence[int] = (),
-    schedule: torch.Tensor | None = None,
+    schedule: torch.Tensor | None = None, found_inf: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     starts = list(first_indices)
     if rng is not None and not starts:
         starts = [0, *itertools.accumulate(-(-p.numel() // 4) * 4 for p in params)]
     if not use_tables(params[:1]):
+        if found_inf is not None and bool(found_inf):
+            return
         factor = _factor(grad_scale, loss_scale, exp_avgs[0].dtype)
         _plain(
             params, grads, exp_avgs, exp_avg_sqs, masters, factor, step, lr, beta1, beta2, eps, weight_decay,
@@ -120,8 +122,9 @@ def _kernel(
         (1.0, 1.0, 1.0) if schedule is not None else _numbers(step, lr, beta1, beta2, weight_decay)
     )
     shared = Step(
-        (decay, rate, correction, beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps), schedule, grad_scale, loss_scale, rng
-    )
+        (decay, rate, correction, beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps), schedule, grad_scale, loss_scale, rng,
+        found_inf,
+    )  # fmt: skip
     lists = [params, grads, exp_avgs, exp_avg_sqs] + ([masters] if masters else [])
     for launch in step_launches(lists, shared, starts):
         launch.run()
@@ -154,7 +157,7 @@ _adamw = register(
     "adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs,"
     " Tensor(d!)[] masters, Tensor? grad_scale, int step, float lr, float beta1, float beta2, float eps,"
     " float weight_decay, Tensor? loss_scale=None, Tensor? rng=None, int[] first_indices=[],"
-    " Tensor? schedule=None) -> ()",
+    " Tensor? schedule=None, Tensor? found_inf=None) -> ()",
     _kernel,
     lambda *args: None,
 )
@@ -215,16 +218,20 @@ def adamw_(
     exp_avg_sqs: Sequence[torch.Tensor], master: Sequence[torch.Tensor] | None = None, *, step: torch.Tensor | int,
     lr: torch.Tensor | float, beta1: float, beta2: float, eps: float, weight_decay: float,
     grad_scale: torch.Tensor | float | None = None, loss_scale: torch.Tensor | float | None = None,
-    rng: torch.Tensor | None = None, first_indices: Sequence[int] | None = None,
+    found_inf: torch.Tensor | None = None, rng: torch.Tensor | None = None,
+    first_indices: Sequence[int] | None = None,
 ) -> None:  # fmt: skip
     """One step, number `step` (from 1), in place on params, both moments and, where given, the masters.
 
     All params share a dtype; moments and masters are fp32 (fp64 for fp64 params); grads may have another floating
     dtype. Every gradient is multiplied by `grad_scale` (clipping) and divided by `loss_scale`. These two, `step` and
     `lr` may be 0-dim tensors, read on the device: no host sync (but for fp64 on CUDA), and a captured CUDA graph
-    follows their values. `rng`, int64 [2] = (seed, offset), rounds 16-bit params stochastically; `first_indices` has
-    the index of each param's first element, by default one param behind the other, each from a multiple of 4. Raises
-    ValueError on lengths, shapes, devices, overlapping memory or step < 1, TypeError on dtypes.
+    follows their values. `loss_scale` and `found_inf` are torch's grad_scale and found_inf: where the 0-dim
+    `found_inf` is not 0, the call changes nothing (the caller does not count that step). Without it a gradient of NaN
+    or infinity spoils its element as in torch. `rng`, int64 [2] = (seed, offset), rounds 16-bit params
+    stochastically; `first_indices` has the index of each param's first element, by default one param behind the
+    other, each from a multiple of 4. Raises ValueError on lengths, shapes, devices, overlapping memory or
+    step < 1, TypeError on dtypes.
     """
     params, masters = list(params), list(master or ())
     if not params:
@@ -250,7 +257,7 @@ def adamw_(
     _adamw(
         params, list(grads), list(exp_avgs), list(exp_avg_sqs), masters, _scalar("grad_scale", grad_scale, like),
         step, lr, beta1, beta2, eps, weight_decay, _scalar("loss_scale", loss_scale, like), rng,
-        list(first_indices or ()), schedule,
+        list(first_indices or ()), schedule, _scalar("found_inf", found_inf, like),
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def _adamw(kind: str, dtypes: str) -> Launch:
     elif dtypes == "bf16_rounded":
         tensors = [meta(_NUMEL), meta(_NUMEL), wide, wide]
         rng, schedule = meta(2, dtype=torch.int64), meta(3, dtype=torch.float32)
-        step = step._replace(schedule=schedule, grad_scale=scalar, loss_scale=scalar, rng=rng)
+        step = step._replace(schedule=schedule, grad_scale=scalar, loss_scale=scalar, rng=rng, found_inf=scalar)
     if kind == "run":
         return adamw_triton.run_launch(tensors, step, 0)
     strided = kind == "strided"

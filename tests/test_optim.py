@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.library import opcheck
 
 from plait.kernels import adamw_, adamw_ref
@@ -22,6 +22,7 @@ from tests.cases import dtype_support, interpret, needs_interpreter, needs_plain
 NUMBERS = dict(lr=0.01, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 SHAPES = ((5,), (3, 4), (), (0,), (129,))
 RNG = torch.tensor([5, 9])
+SCALARS = ("step", "lr", "grad_scale", "loss_scale", "found_inf")
 
 
 def _state(dtype, wide, master):
@@ -160,14 +161,69 @@ def test_step_and_learning_rate_may_be_tensors():
         adamw_([got[0]], [normal(3)], [got[1]], [got[2]], step=torch.tensor(0), **numbers)
 
 
+FOUND = [torch.tensor(0.0), torch.tensor(1.0)]
+
+
+def _fused(params, grads, averages, squares, **more):
+    """torch's fused AdamW, step 3."""
+    torch._fused_adamw_(
+        params, grads, averages, squares, [], [torch.tensor(3.0) for _ in params], lr=0.01, beta1=0.9, beta2=0.95,
+        weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False, **more,
+    )  # fmt: skip
+
+
+@interpret
+@pytest.mark.parametrize("found", FOUND, ids=["finite", "found"])
+@pytest.mark.parametrize("bad", [1.0, float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("layout", ["one run", "table"])
+def test_found_inf_loss_scale_and_bad_gradients_are_those_of_torchs_fused_adamw(layout, bad, found):
+    """Where one was found nothing changes; else NaN and inf go where torch's go."""
+    shapes = ((40,),) if layout == "one run" else ((40,), (3, 4), (), (129,), (16,))
+    mine, theirs = ([[normal(*s, dtype=torch.float32, seed=k) for s in shapes] for k in range(4)] for _ in range(2))
+    for lists in (mine, theirs):
+        lists[3] = [v.square() for v in lists[3]]
+        lists[1][0][7] = bad
+    before = [x.clone() for k in (0, 2, 3) for x in mine[k]]
+    scale = torch.tensor(4.0)
+    adamw_(*mine, step=3, loss_scale=scale, found_inf=found, **NUMBERS)
+    _fused(*theirs, grad_scale=scale, found_inf=found)
+    for k in (0, 2, 3):
+        for a, b in zip(mine[k], theirs[k], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7, equal_nan=True)
+    if found:
+        assert all(torch.equal(a, b) for a, b in zip(before, (x for k in (0, 2, 3) for x in mine[k]), strict=True))
+
+
+@interpret
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_of_16_bits_follow_their_masters_and_stay_where_inf_was_found(dtype):
+    start = normal(40, dtype=torch.float32)
+    for found in FOUND:
+        lists = [[start.to(dtype)], [normal(40, dtype=dtype, seed=1)], [torch.zeros(40)], [torch.zeros(40)]]
+        master = [start.clone()]
+        with dtype_support(dtype):
+            adamw_(*lists, master, step=1, grad_scale=0.5, loss_scale=8.0, found_inf=found, **NUMBERS)
+        assert torch.equal(lists[0][0], master[0].to(dtype))
+        assert torch.equal(master[0], start) == bool(found)
+
+
+def test_a_tensor_of_several_numbers_is_no_found_inf():
+    one = [torch.ones(2)]
+    with pytest.raises(ValueError, match="found_inf has shape"):
+        adamw_(one, one, one, one, step=1, found_inf=torch.zeros(2), **NUMBERS)
+
+
 @needs_plain
 def test_nothing_waits_for_the_device():
-    """A fake CUDA tensor refuses to give its value, as `.item()` would ask for."""
+    """A fake CUDA tensor refuses to give its value, as `.item()`, `bool` or `float` would ask for."""
     with FakeTensorMode():
         lists = [[torch.ones(3, device="cuda")] for _ in range(4)]
-        scalars = {name: torch.tensor(2.0, device="cuda") for name in ("step", "lr", "grad_scale", "loss_scale")}
+        scalars = {name: torch.tensor(2.0, device="cuda") for name in SCALARS}
         adamw_(*lists, rng=torch.ones(2, dtype=torch.int64, device="cuda"), **{**NUMBERS, **scalars})
         adamw_(*lists, step=1, grad_scale=0.5, loss_scale=2.0, **NUMBERS)
+        for name in SCALARS:
+            with pytest.raises(DataDependentOutputException):
+                bool(scalars[name])
 
 
 # ---- the kernels ----
@@ -384,5 +440,5 @@ def test_interpreted_op_passes_opcheck():
     lists = [[normal(5, 3, seed=k).float(), normal(7, seed=k).float()] for k in range(4)]
     lists[3] = [v.square() for v in lists[3]]
     numbers = (1, 0.1, 0.9, 0.99, 1e-8, 0.1)
-    for extra in ((), (torch.tensor(2.0), RNG, [0, 15], torch.tensor([1.0, 0.1, 0.5]))):
+    for extra in ((), (torch.tensor(2.0), RNG, [0, 15], torch.tensor([1.0, 0.1, 0.5]), torch.tensor(0.0))):
         opcheck(torch.ops.plait.adamw_.default, (*lists, [], torch.tensor(0.5), *numbers, *extra))
