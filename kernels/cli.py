@@ -62,11 +62,17 @@ def row(verdict: Verdict) -> str:
     )
 
 
-def _check(names: list[str], archs: list[str] | None, every: bool) -> int:
-    known = list(points(every))
+def _has_all(names: list[str], known: list[str], what: str, listed_by: str) -> bool:
+    """Whether each name begins one of `known`; says which does not, and where names are listed."""
     unknown = [name for name in names if not any(point.startswith(name) for point in known)]
     if unknown:
-        print(f"plait kernels: no kernel {unknown[0]!r}; `plait kernels list` has the names", file=sys.stderr)
+        print(f"plait kernels: no {what} {unknown[0]!r}; `plait kernels {listed_by}` has the names", file=sys.stderr)
+    return not unknown
+
+
+def _check(names: list[str], archs: list[str] | None, every: bool) -> int:
+    known = list(points(every))
+    if not _has_all(names, known, "kernel", "list"):
         return 2
     if names:
         chosen = [(p, a) for p in known if p.startswith(tuple(names)) for a in archs or ARCHS]
@@ -89,10 +95,9 @@ def told(done: Warmed, number: int, total: int) -> str:
 
 
 def _warm(names: list[str], archs: list[str], every: bool) -> int:
-    todo = chosen(names, archs, every)
-    if not todo:
-        print(f"plait kernels: no kernel {names[0]!r}; `plait kernels list` has the names", file=sys.stderr)
+    if not _has_all(names, list(points(every)), "kernel", "list"):
         return 2
+    todo = chosen(names, archs, every)
     start, finished = time.perf_counter(), []
     for done in warm(todo):
         finished.append(done)
@@ -106,10 +111,9 @@ def _warm(names: list[str], archs: list[str], every: bool) -> int:
 
 
 def _tune(names: list[str], out: Path | None, budget_s: float, dry_run: bool) -> int:
-    wanted = cases(names)
-    if not wanted:
-        print(f"plait kernels: no case {names[0]!r}; `plait kernels tune --dry-run` lists them", file=sys.stderr)
+    if not _has_all(names, [case.name for case in cases()], "case", "tune --dry-run"):
         return 2
+    wanted = cases(names)
     if dry_run:
         for case in wanted:
             for arch in (80, 90, 100):

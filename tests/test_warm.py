@@ -1,0 +1,124 @@
+"""Triton's cache: what is counted, what `plait kernels warm` fills, and that a second process compiles nothing."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import triton
+
+from plait.kernels import cli, warm
+from plait.kernels.points import points
+from plait.kernels.warm import Warmed, chosen, counting
+from tests.cases import needs_compiler
+
+# Quick to compile; hints of every kind: pointers, strides, sizes, floats, numbers that are not specialised.
+NAMES = ["swiglu.forward", "rms_norm.forward.4096", "embedding.forward.bf16", "dropout.bf16"]
+
+
+def test_compiled_and_loaded_kernels_are_counted_and_the_listener_stays(monkeypatch):
+    heard = []
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **event: heard.append(event))
+    mine = triton.knobs.compilation.listener
+    with pytest.raises(KeyError), counting() as counts:
+        for hit in (False, True, True):
+            triton.knobs.compilation.listener(src=1, metadata={}, metadata_group={}, times=None, cache_hit=hit)
+        raise KeyError
+    assert vars(counts) == {"compiled": 1, "loaded": 2}
+    assert [event["cache_hit"] for event in heard] == [False, True, True] and heard[0]["src"] == 1
+    assert triton.knobs.compilation.listener is mine
+
+
+def test_counts_of_nested_blocks_are_each_their_own():
+    with counting() as outer:
+        with counting() as inner:
+            triton.knobs.compilation.listener(cache_hit=False)
+        triton.knobs.compilation.listener(cache_hit=True)
+    assert vars(outer) == {"compiled": 1, "loaded": 1} and vars(inner) == {"compiled": 1, "loaded": 0}
+
+
+def test_points_are_chosen_by_prefix_for_every_architecture():
+    assert chosen(["swiglu"], ["sm_80", "sm_90"], False) == [
+        (f"swiglu.{side}", arch) for arch in ("sm_80", "sm_90") for side in ("forward", "backward")
+    ]
+    assert len(chosen([], ["sm_90"], False)) == len(points())
+    assert len(chosen([], ["sm_90"], True)) == len(points(every=True)) > len(points())
+
+
+def test_a_kernel_that_fails_is_told_and_the_rest_goes_on(monkeypatch, capsys):
+    def compile_launch(launch, arch):
+        if launch.kernel.__name__ == "_swiglu_forward":
+            raise ValueError("a long story\nno such layout")
+        triton.knobs.compilation.listener(cache_hit=launch.kernel.__name__ == "_swiglu_backward")
+
+    monkeypatch.setattr(warm, "compile_launch", compile_launch)
+    ticks = iter(range(100))
+    todo = [("swiglu.forward", "sm_90"), ("swiglu.backward", "sm_90"), ("geglu.forward", "sm_90")]
+    assert list(warm.warm(todo, clock=lambda: float(next(ticks)))) == [
+        Warmed("swiglu.forward", "sm_90", 1.0, False, "ValueError: no such layout"),
+        Warmed("swiglu.backward", "sm_90", 1.0, False),
+        Warmed("geglu.forward", "sm_90", 1.0, True),
+    ]
+    assert cli.main(["warm", "swiglu", "geglu.forward", "--arch", "sm_90"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("failed: ValueError: no such layout") and lines[1].endswith("  compiled")
+    assert lines[2].startswith("[  3/3] swiglu.backward") and lines[2].endswith("  was there")
+    assert lines[3].endswith("1 compiled, 1 failed")
+
+
+def test_an_architecture_without_tables_takes_the_tiles_that_its_cards_take(monkeypatch):
+    asked, compiled = [], []
+    monkeypatch.setattr(warm, "points", lambda every: {"one": lambda arch: asked.append(arch)})
+    monkeypatch.setattr(warm, "compile_launch", lambda launch, arch: compiled.append(arch))
+    archs = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120"]
+    assert all(not done.error for done in warm.warm([("one", arch) for arch in archs]))
+    assert compiled == archs and asked == ["sm_80", "sm_80", "sm_80", "sm_90", "sm_100", "sm_100", "sm_80"]
+
+
+def test_names_and_architectures_that_do_not_exist_are_refused(capsys):
+    assert cli.main(["warm", "swiglu", "no_such_kernel"]) == 2
+    assert "no kernel 'no_such_kernel'" in capsys.readouterr().err
+    assert cli.main(["warm", "--arch", "volta"]) == 2
+    assert "expected a name such as sm_80" in capsys.readouterr().err
+
+
+# What a card's JIT does with the launches of NAMES, up to the point where the code would be loaded onto the card.
+ON_A_CARD = """
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from plait.kernels.points import points
+from plait.kernels.warm import counting
+
+class Card:
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+
+driver.set_active(Card())
+with counting() as counts:
+    for name in {names!r}:
+        launch = points()[name]("sm_90")
+        launch.kernel.run(*launch.arguments, grid=launch.grid, warmup=True, **launch.keywords())
+print(counts.compiled, counts.loaded)
+"""
+
+
+@pytest.mark.offline
+@needs_compiler
+def test_a_second_process_compiles_nothing_also_by_the_jit_of_a_card(tmp_path):
+    """Everything was compiled twice: once offline, once more on the card, whose key was another one."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+
+    def output(code: str) -> list[str]:
+        command = [sys.executable, "-P", "-c", code]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    fill = f"from plait.kernels import cli; cli.main(['warm', '--arch', 'sm_90', *{NAMES!r}])"
+    assert output(fill)[-1].endswith(f"{len(NAMES)} compiled, 0 failed")
+    kept = sorted(tmp_path.rglob("*.cubin"))
+    assert len(kept) == len(NAMES)
+    assert output(fill)[-1].endswith("0 compiled, 0 failed")
+    assert output(ON_A_CARD.format(names=NAMES)) == [f"0 {len(NAMES)}"]
+    assert sorted(tmp_path.rglob("*.cubin")) == kept
