@@ -12,6 +12,7 @@ restore, keep, snapshots.
 """
 
 from plait.ckpt.errors import SnapshotDamaged, SnapshotError, SnapshotLocked, StateError
+from plait.ckpt.generators import rng_state
 from plait.ckpt.handle import Handle
 from plait.ckpt.leaf import Replicas, Sharded
 from plait.ckpt.optimizer import optimizer_state
@@ -34,4 +35,5 @@ __all__ = [
     "StateError",
     "Trigger",
     "optimizer_state",
+    "rng_state",
 ]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 from math import prod
 
 import torch
@@ -102,32 +103,45 @@ def shares_of(leaves: Sequence[Leaf], rank: int, world_size: int) -> list[Share]
     """Returns what this rank writes, so that all ranks together write each byte once and about the same number.
 
     Boxes up to SMALL_BYTES go to replica 0; larger ones are cut into parts of at least LARGE_BYTES, at most one a
-    replica. Parts of bare tensors, which all ranks see alike, go to the least loaded rank, longest first; parts of
-    shards, whose other holders this rank does not know, start at a replica chosen by their name.
+    replica. Parts of tensors that the same ranks hold, which all of these see alike, go to the least loaded one,
+    longest first; parts of others start at a replica chosen by their name.
     """
     shares: list[Share] = []
-    bare: list[tuple[int, str, int, Share]] = []
+    together: dict[tuple[Hashable, bool, int, int], list[Leaf]] = {}
     for leaf in leaves:
         index, count = (rank, world_size) if leaf.replica is None else leaf.replica
-        num_bytes = leaf.tensor.numel() * leaf.tensor.element_size()
-        if count == 1 or num_bytes <= SMALL_BYTES:
-            if index == 0:
-                shares.append(Share(leaf, 0, leaf.tensor.numel()))
-            continue
-        parts = min(count, max(1, num_bytes // LARGE_BYTES))
-        cuts = [leaf.tensor.numel() * p // parts for p in range(parts + 1)]
-        units = [Share(leaf, cuts[p], cuts[p + 1]) for p in range(parts)]
-        if leaf.replica is None:
-            bare += [(-unit.num_bytes, leaf.name, p, unit) for p, unit in enumerate(units)]
+        if count == 1:
+            shares.append(Share(leaf, 0, leaf.tensor.numel()))
         else:
-            first = zlib.crc32(repr((leaf.name, leaf.box, leaf.flat)).encode()) % count
-            shares += [unit for p, unit in enumerate(units) if (first + p) % count == index]
-    loads = [0] * world_size
-    for _, _, _, unit in sorted(bare, key=lambda item: item[:3]):
-        owner = min(range(world_size), key=loads.__getitem__)
-        loads[owner] += unit.num_bytes
-        if owner == rank:
-            shares.append(unit)
+            known: Hashable = (leaf.name, leaf.box, leaf.flat) if leaf.holders is None else leaf.holders
+            together.setdefault((known, leaf.replica is None, index, count), []).append(leaf)
+    for (_, _, index, count), some in together.items():
+        shares += _shares_of_replica(some, index, count)
+    return shares
+
+
+def _shares_of_replica(leaves: Sequence[Leaf], index: int, count: int) -> list[Share]:
+    """Shares the leaves out among `count` ranks that all hold them; returns what the index-th of them writes."""
+    small_bytes = 0
+    shares: list[Share] = []
+    units: list[tuple[int, str, int, Share]] = []
+    for leaf in leaves:
+        num_bytes = leaf.tensor.numel() * leaf.tensor.element_size()
+        parts = 0 if num_bytes <= SMALL_BYTES else min(count, max(1, num_bytes // LARGE_BYTES))
+        cuts = [leaf.tensor.numel() * p // parts for p in range(parts + 1)] if parts else []
+        units += [(-num_bytes // parts, leaf.name, p, Share(leaf, *cuts[p : p + 2])) for p in range(parts)]
+        if not parts:
+            small_bytes += num_bytes
+            shares += [Share(leaf, 0, leaf.tensor.numel())] if index == 0 else []
+    units.sort(key=lambda unit: unit[:3])
+    first = zlib.crc32(units[0][1].encode()) % count if units else 0  # not always the same rank where loads are equal
+    loads = [(small_bytes if i == 0 else 0, (i - first) % count, i) for i in range(count)]
+    heapify(loads)
+    for *_, share in units:
+        load, turn, owner = loads[0]
+        heapreplace(loads, (load + share.num_bytes, turn, owner))
+        if owner == index:
+            shares.append(share)
     return shares
 
 

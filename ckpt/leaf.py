@@ -6,6 +6,7 @@ one Leaf, checked against its own description, before anything is copied.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -26,6 +27,8 @@ class Sharded:
 
     shape: of the box; default the tensor's own. With `flat=(a, b)` it must be given and the tensor has b - a
     elements. replica: (index, count): `count` ranks hold exactly this box (or range); together they write it once.
+    holders: anything that names these ranks, for instance a tuple of them: tensors with equal `holders`, which all of
+    these ranks must then have alike, are shared out together and so more evenly. None: each by itself.
     """
 
     tensor: torch.Tensor
@@ -34,6 +37,7 @@ class Sharded:
     shape: Shape | None = None
     flat: tuple[int, int] | None = None
     replica: tuple[int, int] = (0, 1)
+    holders: Hashable = None
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,8 @@ class Replicas:
 
 @dataclass(frozen=True)
 class Leaf:
-    """One tensor of the state on this rank: which part of which full tensor. `replica` None: on all ranks."""
+    """One tensor of the state on this rank: which part of which full tensor. `replica` None: on all ranks. holders:
+    equal on this rank for tensors that the same ranks hold, all of them alike; None: not known."""
 
     name: str
     path: str
@@ -61,6 +66,7 @@ class Leaf:
     box: Box
     flat: tuple[int, int] | None
     replica: tuple[int, int] | None
+    holders: Hashable = None
 
 
 def leaf_of(name: str, path: str, value: Any, over: Any = None) -> Leaf:
@@ -74,12 +80,20 @@ def leaf_of(name: str, path: str, value: Any, over: Any = None) -> Leaf:
         held = holding_of(path, value)
         outer, count = _copies(path, over, value.device_mesh) if over is not None else (0, 1)
         replica = (outer * held.replica[1] + held.replica[0], count * held.replica[1])
-        shard = Sharded(held.tensor, tuple(value.shape), held.offset, held.shape, None, replica)
+        whole = tuple(dim for dim, placement in enumerate(value.placements) if placement.is_replicate())
+        holders: Hashable = ("mesh", hash(value.device_mesh), whole, _label(over))
+        shard = Sharded(held.tensor, tuple(value.shape), held.offset, held.shape, None, replica, holders)
         return _sharded_leaf(name, path, shard)
     _check_plain(path, value)
     shape = tuple(value.shape)
     replica_of = None if over is None else _copies(path, over, None)
-    return Leaf(name, path, value.detach(), shape, full_box(shape), None, replica_of)
+    holders = ("bare", _label(over))
+    return Leaf(name, path, value.detach(), shape, full_box(shape), None, replica_of, holders)
+
+
+def _label(over: Any) -> Hashable:
+    """Returns what tells, on this rank, the ranks of one Replicas from those of another; None: not to be told."""
+    return None if over is None else ("over", hash(over))
 
 
 def _copies(path: str, over: Any, own_mesh: Any) -> tuple[int, int]:
@@ -135,4 +149,4 @@ def _sharded_leaf(name: str, path: str, value: Sharded) -> Leaf:
     index, count = value.replica
     if not 0 <= index < count:
         raise StateError(f"{path}: replica={value.replica} must be (index, count) with 0 <= index < count")
-    return Leaf(name, path, tensor.detach(), full_shape, box, value.flat, (index, count))
+    return Leaf(name, path, tensor.detach(), full_shape, box, value.flat, (index, count), value.holders)

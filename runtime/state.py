@@ -95,6 +95,7 @@ class Weights:
                     shape=piece.placement.shape,
                     flat=piece.flat,
                     replica=piece.replica,
+                    holders=piece.placement.replica_ranks,
                 )
         return {kind: tensors for kind, tensors in kinds.items() if tensors}
 
