@@ -71,22 +71,25 @@ class _Embedding(torch.autograd.Function):
     """Saves tokens, the caller's: 8 bytes per token."""
 
     @staticmethod
-    def forward(ctx, tokens, weight, vocab_start):
+    def forward(ctx, tokens, weight, vocab_start, padding_idx=None):
         with below_autograd():
-            out = _embedding(tokens, weight, vocab_start)
+            out = _embedding(tokens, weight, vocab_start, padding_idx)
         ctx.save_for_backward(tokens)
-        ctx.num_rows, ctx.vocab_start = weight.shape[0], vocab_start
+        ctx.num_rows, ctx.vocab_start, ctx.padding_idx = weight.shape[0], vocab_start, padding_idx
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        return None, _embedding_grad(dout, *ctx.saved_tensors, ctx.num_rows, ctx.vocab_start), None
+        (tokens,) = ctx.saved_tensors
+        if ctx.padding_idx is not None:
+            tokens = tokens.masked_fill(tokens == ctx.padding_idx, -1)  # a token of no shard
+        return None, _embedding_grad(dout, tokens, ctx.num_rows, ctx.vocab_start), None, None
 
 
 _embedding = register(
-    "embedding(Tensor tokens, Tensor weight, int vocab_start) -> Tensor",
-    forward,
-    lambda tokens, weight, vocab_start: weight.new_empty((*tokens.shape, weight.shape[1])),
+    "embedding(Tensor tokens, Tensor weight, int vocab_start, int? padding_idx=None) -> Tensor",
+    lambda tokens, weight, vocab_start, padding_idx=None: forward(tokens, weight, vocab_start),
+    lambda tokens, weight, vocab_start, padding_idx=None: weight.new_empty((*tokens.shape, weight.shape[1])),
     _Embedding.apply,
 )
 _embedding_grad = register(
@@ -101,11 +104,14 @@ _embedding_grad_into = register(
 )
 
 
-def embedding(tokens: torch.Tensor, weight: torch.Tensor, *, vocab_start: int = 0) -> torch.Tensor:
+def embedding(
+    tokens: torch.Tensor, weight: torch.Tensor, *, vocab_start: int = 0, padding_idx: int | None = None
+) -> torch.Tensor:
     """weight[tokens - vocab_start] for int64 `tokens[...]` and `weight[V_local, D]`, giving [..., D].
 
-    A token outside [vocab_start, vocab_start + V_local) gives zeros and no gradient. Saves the tokens. Raises
-    TypeError on dtypes, ValueError on shapes and devices.
+    A token outside [vocab_start, vocab_start + V_local) gives zeros and no gradient; `padding_idx`, a token like any
+    other (torch's negative ones count rows from the end: here they are refused), gives its row and no gradient. Saves
+    the tokens. Raises TypeError on dtypes, ValueError on shapes, devices and a padding_idx < 0.
     """
     check_floating("embedding", weight=weight)
     check_device("embedding", weight, tokens=tokens)
@@ -115,7 +121,11 @@ def embedding(tokens: torch.Tensor, weight: torch.Tensor, *, vocab_start: int = 
         weight.dim() == 2 and weight.shape[0] > 0,
         lambda: f"embedding: weight has shape {tuple(weight.shape)}; expected [V, D] with V > 0",
     )
-    return _embedding(tokens, weight, vocab_start)
+    check(
+        padding_idx is None or padding_idx >= 0,
+        lambda: f"embedding: padding_idx is {padding_idx}; expected a token from 0 on",
+    )
+    return _embedding(tokens, weight, vocab_start, padding_idx)
 
 
 def embedding_wgrad(

@@ -48,6 +48,23 @@ def test_weight_gradient_goes_into_a_bucket(dtype, out_dtype, accumulate):
     close(out, want, dtype, "dweight", 2.0)
 
 
+@interpret
+@pytest.mark.parametrize("padding_idx", [0, 3, 6])
+def test_padding_idx_gives_its_row_and_no_gradient_as_in_torch_also_on_shards(padding_idx):
+    tokens = torch.tensor([[0, 3, 3, 6], [6, 1, 0, 3]])
+    weight, dout = normal(7, 4).requires_grad_(), normal(2, 4, 4, seed=1)
+    want = torch.nn.functional.embedding(tokens, weight, padding_idx=padding_idx)
+    (want_grad,) = torch.autograd.grad(want, weight, dout)
+    got = embedding(tokens, weight, padding_idx=padding_idx)
+    assert torch.equal(got, want)
+    torch.testing.assert_close(torch.autograd.grad(got, weight, dout)[0], want_grad)
+    parts = [embedding(tokens, weight[a:b], vocab_start=a, padding_idx=padding_idx) for a, b in ((0, 4), (4, 7))]
+    assert torch.equal(sum(parts), want)
+    torch.testing.assert_close(torch.autograd.grad(sum(parts), weight, dout)[0], want_grad)
+    with pytest.raises(ValueError, match="padding_idx is -1; expected a token from 0 on"):
+        embedding(tokens, weight, padding_idx=-1)
+
+
 def test_gradient_bits_agree_between_runs():
     tokens = torch.randint(0, 3, (2000,), generator=torch.Generator().manual_seed(0))
     weight = normal(3, 8, dtype=torch.float32).requires_grad_()

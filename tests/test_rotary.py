@@ -206,6 +206,27 @@ def test_pairs_turn_as_complex_numbers(interleaved):
 
 @interpret
 @STYLES
+@pytest.mark.parametrize("turned", [8, 4], ids=["whole", "partial"])
+def test_positions_start_again_in_each_packed_document(interleaved, turned):
+    """Three documents of 1, 4 and 2 tokens in one row, and cut differently in another, have each one's own bits."""
+    lengths = ((1, 4, 2), (5, 2))
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    cos, sin = (t.float() for t in _tables(positions, turned // 2, turned))
+    q, k = normal(2, 7, 3, 8, dtype=torch.float32), normal(2, 7, 1, 8, dtype=torch.float32, seed=1)
+    packed = rope(q, k, cos, sin, interleaved=interleaved)
+    for sample, row in enumerate(lengths):
+        start = 0
+        for length in row:
+            here = (slice(sample, sample + 1), slice(start, start + length))
+            own = (t.float() for t in _tables(torch.arange(length), turned // 2, turned))
+            alone = rope(q[here], k[here], *own, interleaved=interleaved)
+            for a, b in zip(packed, alone, strict=True):
+                assert torch.equal(a[here], b)
+            start += length
+
+
+@interpret
+@STYLES
 def test_rotation_keeps_lengths_and_depends_on_distance_only(interleaved):
     cos, sin = _tables(torch.arange(6), 4, 8)
     row = normal(1, 1, 1, 8)
