@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plait.ckpt.agree import Agreement
-from plait.ckpt.capture import Captured, Capturer
-from plait.ckpt.commit import Writer, abort, await_commit, bury, coordinate, post_error, publish_latest, write_part
+from plait.ckpt.captured import Captured
+from plait.ckpt.commit import Writer, abort, await_commit, bury, coordinate, post_error, publish_latest
 from plait.ckpt.folders import parse_step, remove_folder, session_attempts
 from plait.ckpt.handle import Handle
 from plait.ckpt.keep import Policy, retain
 from plait.ckpt.lock import RootLock
+from plait.ckpt.part import write_part
 from plait.ckpt.uploads import Tiers
 
 _GRACE_S = 30.0  # how long a program that ends without close() still waits for a save in flight
@@ -53,16 +54,16 @@ class Background:
         self._session, self._policy, self._agreement = session, policy, agreement
         self._grid, self._owned, self._tiers = dict(grid), owned, tiers
         self._thread: threading.Thread | None = None
-        self._jobs: queue.SimpleQueue[tuple[Handle, Captured, Capturer] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Handle, Captured] | None] = queue.SimpleQueue()
 
-    def submit(self, handle: Handle, captured: Captured, capturer: Capturer) -> None:
-        """Hands a captured state over. The capturer's pool belongs to the save until the handle is done."""
+    def submit(self, handle: Handle, captured: Captured) -> None:
+        """Hands a state over, captured or being captured. The pool belongs to the save until the handle is done."""
         if self._thread is None:
             name = f"plait-snapshots-{self.writer.rank}"
             self._thread = threading.Thread(target=self._work, name=name, daemon=True)
             self._thread.start()
             weakref.finalize(self, _finish, self._jobs, self._thread)  # a program that ends without close()
-        self._jobs.put((handle, captured, capturer))
+        self._jobs.put((handle, captured))
 
     def refuse(self, handle: Handle, error: BaseException) -> None:
         """Tells the other ranks that nothing of this save was captured here, so that nobody waits for it."""
@@ -89,27 +90,28 @@ class Background:
     def _work(self) -> None:
         """The writing thread: one save after the other until None."""
         while (job := self._jobs.get()) is not None:
-            handle, captured, capturer = job
+            handle, captured = job
             error: BaseException | None = None
             try:
-                self._write(handle, captured, capturer)
+                self._write(handle, captured)
             except BaseException as caught:  # kept for the training thread
                 error = caught
-            del job, captured, capturer  # nothing of this save stays alive while the thread waits for the next
+            captured.release()
             handle.finish(error)
+            del job, handle, captured, error  # nothing of this save stays alive while the thread waits for the next
 
-    def _write(self, handle: Handle, captured: Captured, capturer: Capturer) -> None:
+    def _write(self, handle: Handle, captured: Captured) -> None:
         attempt, writer = self._attempt(handle), self.writer
         if self._owned is None:
             try:
-                write_part(writer, attempt, handle.step, captured, capturer)
+                write_part(writer, attempt, handle.step, captured)
             except BaseException as error:
                 self._tell(attempt, error)
                 raise
             self._committed(handle, await_commit(writer, attempt, handle.step))
             return
         try:
-            write_part(writer, attempt, handle.step, captured, capturer)
+            write_part(writer, attempt, handle.step, captured)
             folder = coordinate(writer, attempt, handle.step, self._owned.lock, self._owned.run, self._grid)
         except BaseException as error:
             self._abort(attempt, error)
@@ -151,7 +153,7 @@ class Background:
                 remove_folder(writer.io, path)
 
 
-def _finish(jobs: queue.SimpleQueue[tuple[Handle, Captured, Capturer] | None], thread: threading.Thread) -> None:
+def _finish(jobs: queue.SimpleQueue[tuple[Handle, Captured] | None], thread: threading.Thread) -> None:
     """At the end of the program: lets the thread finish the save in flight."""
     jobs.put(None)
     thread.join(_GRACE_S)

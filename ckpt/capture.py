@@ -1,5 +1,5 @@
-"""Copies a state into the staging pool and describes what was copied. When `capture` returns, the caller may change
-anything.
+"""Copies a state into the staging pool. When a save returns, the caller may change anything but tensors of guarded
+optimizers, which those change only after they are captured too (guard.py).
 
 Not a writer. The one idea: the pool has the layout of the data file, so that writing is one pass over it; the layout
 (and where each tensor lies in memory) is kept between saves and made anew as soon as anything about a tensor differs.
@@ -7,33 +7,35 @@ Not a writer. The one idea: the pool has the layout of the data file, so that wr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from plait import _C
-from plait.ckpt.layout import DataLayout, Placed, dtype_names, lay_out, shares_of
-from plait.ckpt.manifest import Piece
+from plait.ckpt.captured import Captured
+from plait.ckpt.device import CudaStreams, DeviceCopies, DevicePiece, Streams, bytes_of
+from plait.ckpt.guard import Flight, Guard, Guards, Held, hold_in_place, version_of
+from plait.ckpt.layout import SMALL_BYTES, DataLayout, Placed, lay_out, shares_of
 from plait.ckpt.state import Flat, Leaf
 from plait.ckpt.values import encode
 
+BLOCK_BYTES = 4 << 20  # one CRC32C each; what a reader must take as a whole; a slot of the pool
+MIN_POOL_BYTES = 2 * BLOCK_BYTES  # one is copied while one is written
 _POOL_QUANTUM = 2 << 20  # huge page: what the pool is rounded to anyway
 
 
 @dataclass(frozen=True)
-class Captured:
-    """What one rank will write for one save: the layout, and the values as they were at the call."""
+class _Other:
+    """A piece that torch has to copy: strided, or on a device. Elements [start, stop) of the tensor of a name."""
 
-    layout: DataLayout
-    aliases: dict[str, str]
-    objects: dict[str, Any]
-    per_rank: dict[str, Any]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(placed.share.num_bytes for placed in self.layout.pieces)
+    name: str
+    start: int
+    stop: int
+    file_offset: int
+    num_bytes: int
+    owner: Guard | None
 
 
 @dataclass(frozen=True)
@@ -46,55 +48,116 @@ class _Plan:
     signature: tuple[Any, ...]
     layout: DataLayout
     aliases: dict[str, str]
-    direct: tuple[tuple[int, int, int], ...]  # (source address, bytes, pool offset) of contiguous host tensors
-    others: tuple[tuple[str, int, int, int], ...]  # (name, start, stop, pool offset): strided or on a device
+    staged: tuple[tuple[int, int, int, bool], ...]  # (address or 0, bytes, file offset, lazy) of each piece
+    others: tuple[_Other, ...]
+    lazy: tuple[tuple[str, Guard], ...]  # names of tensors that are read after the call
 
 
 class Capturer:
-    """Owns the staging pool. Thread rule: the training thread, while no write of the last capture runs."""
+    """Owns the staging pool. Thread rule: the training thread, while no write of the last capture runs.
 
-    def __init__(self, rank: int, world_size: int, pool_bytes: int, threads: int, pin: bool) -> None:
+    pool_bytes: 0, or all the staging memory there may be, taken now; a larger state then goes through it in slabs.
+    pin: page-lock the pool for CUDA; None: when CUDA is in use as the pool is made.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        pool_bytes: int = 0,
+        threads: int = 2,
+        pin: bool | None = None,
+        streams: Callable[[torch.device], Streams] = CudaStreams,
+    ) -> None:
         self._rank, self._world_size = rank, world_size
         self._threads, self._pin = threads, pin
+        self._is_fixed = pool_bytes > 0
+        self._new_streams = streams
+        self._streams: dict[torch.device, Streams] = {}
         self._plan: _Plan | None = None
+        self.guards = Guards()
         self.plans_made = 0
-        self.pool: _C.StagingPool | None = self._new_pool(pool_bytes) if pool_bytes else None
+        self.pool: _C.StagingPool | None = self._new_pool(max(pool_bytes, MIN_POOL_BYTES)) if pool_bytes else None
 
-    def capture(self, flat: Flat) -> Captured:
-        """Copies this rank's share of all tensors into the pool; encodes all values.
+    def prepare(self, flat: Flat, extra_bytes: int = 0) -> None:
+        """Plans a capture of this state and takes its staging memory, so that the first save is a warm one.
 
-        StateError names what cannot be stored.
+        extra_bytes: of state that is still to come.
         """
+        plan = self._planned(list(flat.tensors.values()))
+        self._pool_of(len(plan.layout.header) + plan.layout.data_bytes + extra_bytes)
+
+    def begin(self, step: int, flat: Flat) -> Captured:
+        """Encodes all values and plans the copies; StateError names what cannot be stored. `finish` must follow."""
         objects = {name: encode(node.value, node.path) for name, node in flat.values.items()}
         per_rank = {name: encode(node.value, node.path, tensors=True) for name, node in flat.per_rank.items()}
         plan = self._planned(list(flat.tensors.values()))
-        pool = self._pool_of(plan.layout.data_bytes)
-        if plan.direct:
-            pool.copy_in(list(plan.direct))
-        for name, start, stop, offset in plan.others:
-            _copy_strided(flat.tensors[name].tensor, start, stop, pool, offset)
-        return Captured(plan.layout, plan.aliases, objects, per_rank)
+        captured = Captured(plan.layout, plan.aliases, objects, per_rank, (self._rank, self._world_size))
+        if not plan.layout.pieces:
+            return captured
+        pool = self._pool_of(captured.file_bytes)
+        stage = _C.Stage(
+            pool,
+            plan.layout.header,
+            plan.staged,
+            captured.file_bytes,
+            block_bytes=BLOCK_BYTES,
+            threads=self._threads,
+        )
+        held = [Held(n, flat.tensors[n].tensor, version_of(flat.tensors[n].tensor), g) for n, g in plan.lazy]
+        for item in held:
+            if item.tensor.device.type == "cpu":
+                hold_in_place(item.tensor)
+        names = [placed.share.leaf.name for placed in plan.layout.pieces]
+        captured.stage, captured.flight = stage, Flight(step, stage, held, names)
+        return captured
 
-    def describe(self, captured: Captured) -> tuple[Piece, ...]:
-        """Returns the fragment's pieces, hashed from the pool."""
-        data_start = len(captured.layout.header)
-        return tuple(self._piece(placed, data_start) for placed in captured.layout.pieces)
-
-    def pieces_in_memory(self, captured: Captured) -> list[tuple[int, int, int]]:
-        """Returns (address, bytes, file offset) of all pieces for the writer."""
-        address = self._pool_of(captured.layout.data_bytes).address if captured.layout.data_bytes else 0
-        data_start = len(captured.layout.header)
-        placed_sizes = ((p.data_offset, p.share.num_bytes) for p in captured.layout.pieces)
-        return [(address + at, size, data_start + at) for at, size in placed_sizes if size]
+    def finish(self, captured: Captured, flat: Flat) -> None:
+        """Copies all that may change after the call. In slabs (`captured.slabs` > 1) a writer must be at work."""
+        stage, flight, pool = captured.stage, captured.flight, self.pool
+        if stage is None or flight is None:
+            return
+        assert self._plan is not None and pool is not None
+        self.guards.flight = flight
+        others = list(self._plan.others)
+        if captured.slabs == 1:
+            on_device = [o for o in others if flat.tensors[o.name].tensor.device.type == "cuda"]
+            others = [o for o in others if flat.tensors[o.name].tensor.device.type != "cuda"]
+            if on_device:
+                flight.device = self._copy_from_device(stage, pool, on_device, flat)
+        stage.capture()
+        for other in others:
+            source = bytes_of(flat.tensors[other.name].tensor, other.start, other.stop).cpu()
+            for at, size in _cuts(other.file_offset, other.num_bytes, captured.slabs > 1):
+                target = torch.frombuffer(pool.view(stage.open(at, size), size), dtype=torch.uint8)
+                target.copy_(source[at - other.file_offset :][:size])
+                stage.fill(at, size)
 
     def close(self) -> None:
-        """Gives the pool back."""
+        """Gives the pool and the hooks back."""
+        self.guards.close()
         if self.pool is not None:
             self.pool.close()
         self.pool = self._plan = None
 
+    def _copy_from_device(
+        self, stage: _C.Stage, pool: _C.StagingPool, others: Sequence[_Other], flat: Flat
+    ) -> DeviceCopies:
+        def streams_of(device: torch.device) -> Streams:
+            if device not in self._streams:
+                self._streams[device] = self._new_streams(device)
+            return self._streams[device]
+
+        def host(file_offset: int, num_bytes: int) -> torch.Tensor:
+            return torch.frombuffer(pool.view(stage.open(file_offset, num_bytes), num_bytes), dtype=torch.uint8)
+
+        copies = DeviceCopies(stage.fill, stage.cancel)
+        pieces = [DevicePiece(flat.tensors[o.name].tensor, o.start, o.stop, o.file_offset, o.owner) for o in others]
+        copies.start(pieces, streams_of, host)
+        return copies
+
     def _planned(self, leaves: list[Leaf]) -> _Plan:
-        signature = tuple(_signature(leaf) for leaf in leaves)
+        signature = (self.guards.token(), *(_signature(leaf) for leaf in leaves))
         if self._plan is None or self._plan.signature != signature:
             self._plan = self._new_plan(leaves, signature)
             self.plans_made += 1
@@ -104,24 +167,28 @@ class Capturer:
         aliases = find_aliases(leaves)
         own = [leaf for leaf in leaves if leaf.name not in aliases]
         layout = lay_out(shares_of(own, self._rank, self._world_size))
-        direct: list[tuple[int, int, int]] = []
-        others: list[tuple[str, int, int, int]] = []
-        pieces = []
-        for placed in layout.pieces:
+        owners = self.guards.owners([placed.share.leaf.tensor for placed in layout.pieces])
+        staged: list[tuple[int, int, int, bool]] = []
+        others: list[_Other] = []
+        lazy: dict[str, Guard] = {}
+        for placed, found in zip(layout.pieces, owners, strict=True):
             leaf, share = placed.share.leaf, placed.share
-            if share.num_bytes:
-                if _is_plain_memory(leaf.tensor):
-                    address = leaf.tensor.data_ptr() + share.start * leaf.tensor.element_size()
-                    direct.append((address, share.num_bytes, placed.data_offset))
-                else:
-                    others.append((leaf.name, share.start, share.stop, placed.data_offset))
-            pieces.append(_without_data(placed))
-        kept = DataLayout(layout.header, tuple(pieces), layout.data_bytes)
-        return _Plan(signature, kept, aliases, tuple(direct), tuple(others))
+            at, size = len(layout.header) + placed.data_offset, share.num_bytes
+            is_plain = _is_plain_memory(leaf.tensor)
+            may_wait = leaf.tensor.device.type == "cuda" or (is_plain and size >= SMALL_BYTES)
+            owner = found if may_wait else None
+            if owner is not None and size:
+                lazy[leaf.name] = owner
+            address = leaf.tensor.data_ptr() + share.start * leaf.tensor.element_size() if is_plain and size else 0
+            staged.append((address, size, at, owner is not None))
+            if size and not is_plain:
+                others.append(_Other(leaf.name, share.start, share.stop, at, size, owner))
+        kept = DataLayout(layout.header, tuple(map(_without_data, layout.pieces)), layout.data_bytes)
+        return _Plan(signature, kept, aliases, tuple(staged), tuple(others), tuple(lazy.items()))
 
     def _pool_of(self, num_bytes: int) -> _C.StagingPool:
-        """Returns the pool, grown when too small: the first save of a state pays, unless `pool_bytes` was given."""
-        if self.pool is None or self.pool.capacity < num_bytes:
+        """Returns the pool, grown when too small, unless its size was given."""
+        if self.pool is None or (self.pool.capacity < num_bytes and not self._is_fixed):
             if self.pool is not None:
                 self.pool.close()
             self.pool = None
@@ -130,30 +197,19 @@ class Capturer:
 
     def _new_pool(self, num_bytes: int) -> _C.StagingPool:
         capacity = max(_POOL_QUANTUM, -(-num_bytes // _POOL_QUANTUM) * _POOL_QUANTUM)
-        return _C.StagingPool(capacity, self._threads, self._pin)
+        pin = torch.cuda.is_initialized() if self._pin is None else self._pin
+        return _C.StagingPool(capacity, self._threads, pin)
 
-    def _piece(self, placed: Placed, data_start: int) -> Piece:
-        share, leaf = placed.share, placed.share.leaf
-        dtype, logical = dtype_names(leaf.tensor.dtype)
-        data: Any = b""
-        if share.num_bytes:
-            assert self.pool is not None
-            data = self.pool.view(placed.data_offset, share.num_bytes)
-        replica = leaf.replica or (self._rank, self._world_size)
-        return Piece(
-            name=leaf.name,
-            dtype=dtype,
-            logical_dtype=logical,
-            full_shape=leaf.full_shape,
-            offset=leaf.box.offset,
-            shape=leaf.box.shape,
-            flat=share.flat,
-            replica=replica,
-            key=placed.key,
-            file_offset=data_start + placed.data_offset,
-            num_bytes=share.num_bytes,
-            xxh3_128=_C.xxh3_128(data).hex(),
-        )
+
+def _cuts(file_offset: int, num_bytes: int, at_blocks: bool) -> list[tuple[int, int]]:
+    """Returns (file offset, bytes) of a range, cut at blocks when they have no common place in the pool."""
+    cuts = []
+    end = file_offset + num_bytes
+    while file_offset < end:
+        stop = min(end, (file_offset // BLOCK_BYTES + 1) * BLOCK_BYTES) if at_blocks else end
+        cuts.append((file_offset, stop - file_offset))
+        file_offset = stop
+    return cuts
 
 
 def find_aliases(leaves: Sequence[Leaf]) -> dict[str, str]:
@@ -193,16 +249,6 @@ def _signature(leaf: Leaf) -> tuple[Any, ...]:
 
 def _is_plain_memory(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _copy_strided(tensor: torch.Tensor, start: int, stop: int, pool: _C.StagingPool, offset: int) -> None:
-    """Copies row-major elements [start, stop) of a strided or device tensor into the pool: their own bytes only."""
-    tensor = tensor.resolve_conj().resolve_neg()
-    if (start, stop) != (0, tensor.numel()):
-        tensor = tensor.contiguous().reshape(-1)[start:stop]
-    num_bytes = (stop - start) * tensor.element_size()
-    target = torch.frombuffer(pool.view(offset, num_bytes), dtype=torch.uint8).view(tensor.dtype)
-    target.view(tensor.shape).copy_(tensor)
 
 
 def _without_data(placed: Placed) -> Placed:

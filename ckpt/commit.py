@@ -1,4 +1,4 @@
-"""Writes one attempt and turns it into a snapshot: data, fragment, and on the coordinator manifest and rename.
+"""Turns an attempt into a snapshot: waits for the parts of all ranks (part.py), then manifest and rename.
 
 Not a scheduler: it runs in the thread of its Snapshots, from start to end. The one idea: ranks speak through files in
 the attempt folder only, and the snapshot exists from one rename on. The order is that of docs/format.md.
@@ -6,7 +6,6 @@ the attempt folder only, and the snapshot exists from one rename on. The order i
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 import time
@@ -17,7 +16,6 @@ from typing import TypeVar
 
 from plait import _C
 from plait.ckpt.aside import metrics_of
-from plait.ckpt.capture import Captured, Capturer
 from plait.ckpt.crypt import Key
 from plait.ckpt.errors import SnapshotDamaged, SnapshotError
 from plait.ckpt.folders import (
@@ -40,7 +38,6 @@ from plait.ckpt.manifest import (
     MANIFEST,
     MAX_JSON_BYTES,
     OBJECTS,
-    DataFile,
     FileEntry,
     Fragment,
     Manifest,
@@ -53,7 +50,6 @@ from plait.ckpt.manifest import (
 )
 from plait.ckpt.tables import build_table, check_covered, merge_objects
 
-BLOCK_BYTES = 4 << 20  # one CRC32C each; what a reader must take as a whole
 BURY_S = 2.0  # how long a failed attempt waits for ranks to read why; they look every 0.1 s
 _POLL_S = (0.002, 0.1)  # first and longest pause between two looks at the folder
 
@@ -73,6 +69,8 @@ class Writer:
     direct: bool
     timeout_s: float
     stop: threading.Event
+    nice: int = 10  # of the writing threads: below training
+    io_priority: str = "low"
     key: Key | None = None  # signs the manifest
 
     def wait(self, look: Callable[[], T | None], late: Callable[[], str], limits: int = 1) -> T:
@@ -88,55 +86,6 @@ class Writer:
             if self.stop.wait(pause):
                 raise SnapshotError(f"rank {self.rank} was closed while it waited; {late()}")
             pause = min(2 * pause, _POLL_S[1])
-
-
-def write_part(writer: Writer, attempt: str, step: int, captured: Captured, capturer: Capturer) -> Fragment:
-    """Writes and publishes this rank's data file and fragment. OSError names operation and path."""
-    folder = attempt_folder(writer.root, attempt)
-    make_folder(writer.io, folder)
-    file = None
-    if captured.layout.pieces:
-        file = _write_data(writer, folder / data_name(writer.rank), captured, capturer)
-    fragment = Fragment(
-        format=FORMATS[Fragment],
-        step=step,
-        attempt=attempt,
-        rank=writer.rank,
-        world_size=writer.world_size,
-        file=file,
-        pieces=capturer.describe(captured),
-        aliases=captured.aliases,
-        objects=captured.objects,
-        per_rank=captured.per_rank,
-    )
-    announce(writer.io, folder / fragment_name(writer.rank), to_bytes(fragment))
-    return fragment
-
-
-def _write_data(writer: Writer, path: Path, captured: Captured, capturer: Capturer) -> DataFile:
-    layout = captured.layout
-    file_bytes = len(layout.header) + layout.data_bytes
-    free = free_space(writer.io, path.parent)
-    if free < file_bytes:
-        raise OSError(errno.ENOSPC, f"write: {file_bytes} bytes are needed, {free} are free", str(path))
-    result = _C.write_file(
-        writer.io,
-        path,
-        layout.header,
-        capturer.pieces_in_memory(captured),
-        file_bytes,
-        block_bytes=BLOCK_BYTES,
-        threads=writer.threads,
-        rate_limit=writer.rate_limit,
-        direct=writer.direct,
-        background=True,
-    )
-    return DataFile(path.name, file_bytes, BLOCK_BYTES, tuple(result.crcs))
-
-
-def free_space(io: _C.Io, path: Path) -> int:
-    """Returns the bytes that this user may still write."""
-    return _C.free_bytes(io, path)
 
 
 def post_error(writer: Writer, attempt: str, text: str) -> None:

@@ -20,3 +20,8 @@ class SnapshotDamaged(SnapshotError):
 
 class StateError(SnapshotError, ValueError):
     """The caller's state cannot be stored, or does not fit the snapshot; the text names the path in the state."""
+
+
+class TornSnapshot(SnapshotError):
+    """A tensor of a guarded optimizer was changed before it was captured, and not by that optimizer; nothing was
+    committed."""

@@ -9,6 +9,8 @@ import threading
 import time
 from pathlib import Path
 
+from plait.ckpt.captured import Captured
+
 
 class Handle:
     """One save. `stall_s`: how long the training thread was held (waiting for the save before included: `waited_s`).
@@ -18,7 +20,9 @@ class Handle:
     def __init__(self, step: int, sequence: int) -> None:
         self.step, self.sequence = step, sequence
         self.stall_s = self.waited_s = 0.0
-        self.nbytes = 0
+        self.nbytes = self.held_bytes = 0
+        self.slabs = 1
+        self.expected_hold_s: float | None = None
         self.durable_s: float | None = None
         self.folder: Path | None = None
         self.began = time.monotonic()
@@ -29,6 +33,22 @@ class Handle:
         self._lock = threading.Lock()  # guards the two below: each tier has a thread
         self._copies_left = 0
         self._copy_error: BaseException | None = None
+
+    @property
+    def fence_s(self) -> float:
+        return self._flight.fence_s if self._flight is not None else 0.0
+
+    def describe(self, captured: Captured, bytes_per_s: float | None) -> None:
+        """Called by save: what is known before anything is copied."""
+        self.nbytes, self.slabs, self.held_bytes = captured.num_bytes, captured.slabs, captured.held_bytes
+        self.expected_hold_s = self.held_bytes / bytes_per_s if bytes_per_s else None
+        self._flight = captured.flight
+
+    def fence(self) -> None:
+        """Returns when any tensor of the saved state may be changed. Only tensors of optimizers given to `guard()`
+        are still read after `save` returned; their own steps call this themselves, other writes to them must."""
+        if self._flight is not None:
+            self._flight.fence()
 
     def done(self) -> bool:
         """True when the save is durable, or failed."""

@@ -44,12 +44,15 @@ class Snapshots:
 
     keep_last, keep_every, keep_best: retention (keep.Policy). rank, world_size, session: of this launch; `session` is
     any integer equal on all ranks and new at every launch, needed when world_size > 1. grid: noted in the manifest.
-    timeout_s: how long a rank is waited for before it is named. pool_bytes: staging memory made (and faulted in) now
-    instead of at the first save. rate_limit: bytes per second for writing, 0 none. read_only: takes no LOCK, saves
-    nothing. tiers: where committed snapshots are copied to in the background (tiers.Tier), nearest first; a restore
-    takes the nearest good copy. key, key_file: 32 bytes, or a file with them or their hex digits: it signs manifests,
-    which must then be signed by it, and seals encrypted tiers. agreement_root: where ranks agree during a restore,
-    when they cannot write to `root`. io: the system calls (tests make them fail).
+    timeout_s: how long a rank is waited for before it is named. pool_bytes: all the staging memory there may be,
+    taken and faulted in now; a larger state goes through it in slabs (see Handle). 0: as much as the state needs,
+    taken by `prepare` or else by the first save. pin: page-lock it for CUDA; None: when CUDA is in use by then.
+    threads: for copying, and for writing, which run at `nice` and `io_priority` (normal, low, idle). rate_limit:
+    bytes per second for writing, 0 none. read_only: takes no LOCK, saves nothing. tiers: where committed snapshots
+    are copied to in the background (tiers.Tier), nearest first; a restore takes the nearest good copy. key, key_file:
+    32 bytes, or a file with them or their hex digits: it signs manifests, which must then be signed by it, and seals
+    encrypted tiers. agreement_root: where ranks agree during a restore, when they cannot write to `root`. io: the
+    system calls (tests make them fail).
 
     Rank 0 takes the LOCK: SnapshotLocked names the owner when another job writes here. It also removes what dead
     attempts left behind. Make the object after any fork.
@@ -71,7 +74,9 @@ class Snapshots:
         threads: int = 2,
         rate_limit: int = 0,
         direct: bool = True,
-        pin: bool = False,
+        pin: bool | None = None,
+        nice: int = 10,
+        io_priority: str = "low",
         read_only: bool = False,
         agreement_root: str | Path | None = None,
         tiers: Sequence[Tier] = (),
@@ -83,6 +88,8 @@ class Snapshots:
             raise ValueError(f"rank={rank} must be in 0 .. world_size - 1 = {world_size - 1}")
         if world_size > 1 and session is None:
             raise ValueError("session: several ranks need one integer, equal on all and new at every launch")
+        if io_priority not in ("normal", "low", "idle") or not 0 <= nice <= 19:
+            raise ValueError(f"io_priority={io_priority!r}, nice={nice}: must be normal, low or idle, and 0 to 19")
         self.root = Path(root).absolute()
         self.rank, self.world_size = rank, world_size
         self.policy = Policy(keep_last, keep_every, keep_best)
@@ -134,8 +141,7 @@ class Snapshots:
         StateError for what cannot be stored; nothing of this step is then written. metrics: noted in the manifest
         for `keep_best` and for people; rank 0's count.
         """
-        if self._background is None or self._capturer is None:
-            raise SnapshotError(f"'{self.root}' was opened read-only, or is closed: nothing can be saved")
+        background, capturer = self._writing()
         if type(step) is not int or step < 0:
             raise ValueError(f"step={step!r}: must be an integer >= 0")
         began = time.monotonic()
@@ -150,15 +156,51 @@ class Snapshots:
             flat = flatten(state)
             if metrics:
                 flat.values[METRICS] = Node("value", METRICS, "metrics", check_metrics(metrics))
-            captured = self._capturer.capture(flat)
+            captured = capturer.begin(step, flat)
         except BaseException as error:
-            self._background.refuse(handle, error)
+            background.refuse(handle, error)
             raise
-        handle.began, handle.waited_s, handle.nbytes = began, waited_s, captured.num_bytes
+        handle.began, handle.waited_s = began, waited_s
+        handle.describe(captured, self._bytes_per_s())
+        if captured.slabs > 1:  # the pool is emptied while it is filled
+            background.submit(handle, captured)
+        try:
+            capturer.finish(captured, flat)
+        except BaseException as error:
+            captured.cancel(f"the capture failed: {error}")
+            if captured.slabs > 1:
+                handle.settle()
+            else:
+                captured.release()
+                background.refuse(handle, error)
+            raise
         self._last = handle
-        self._background.submit(handle, captured, self._capturer)
+        if captured.slabs == 1:
+            background.submit(handle, captured)
         handle.stall_s = time.monotonic() - began
         return handle
+
+    def guard(self, optimizer: Any) -> None:
+        """Lets `save` return before the tensors of this optimizer are captured: parameters and state, which then it
+        alone may write to. Its next step waits for what it is about to overwrite (by `register_write_pre_hook`, else
+        by torch's `register_step_pre_hook`), so nothing is to be called by the user.
+
+        Whatever else writes to them after a save (an average swapped in, a resize, a replayed CUDA graph, a compiled
+        step, which runs no hooks) needs `handle.fence()` first. A write without it is found by samples of the bytes
+        and by tensor._version, most but not all: the save then fails with TornSnapshot. Tensors below 64 KiB, and
+        those that no guarded optimizer writes, are still captured in the call. Guard again after a restart only; the
+        guard ends with `close()`.
+        """
+        self._writing()[1].guards.add(optimizer)
+
+    def prepare(self, state: dict[str, Any], *, extra_bytes: int = 0) -> None:
+        """Takes the staging memory for `state` and faults it in, so that the first save stalls like any other.
+
+        To be called before training, after a restore if there is one. extra_bytes: of state that does not exist yet
+        (an optimizer's before its first step). Not needed with `pool_bytes`.
+        """
+        self.wait()
+        self._writing()[1].prepare(flatten(state), extra_bytes)
 
     def restore(
         self,
@@ -198,6 +240,16 @@ class Snapshots:
         if self._last is not None and self._last.done():
             self._last.raise_once()
         self._tiers.check()
+
+    def _writing(self) -> tuple[Background, Capturer]:
+        if self._background is None or self._capturer is None:
+            raise SnapshotError(f"'{self.root}' was opened read-only, or is closed: nothing can be saved")
+        return self._background, self._capturer
+
+    def _bytes_per_s(self) -> float | None:
+        """Returns how fast the last durable save was written, for what the next one says of itself."""
+        last = self._last
+        return last.nbytes / last.durable_s if last is not None and last.durable_s else None
 
     def close(self, timeout_s: float | None = None) -> None:
         """Waits for the save in flight, lets go of thread, memory and LOCK; raises what is still to be raised.

@@ -71,7 +71,7 @@ constexpr size_t kLaneBytes = 1024;
 
 using Matrix = std::array<uint32_t, 32>;  // Column i = image of bit i.
 
-constexpr uint32_t apply(const Matrix& matrix, uint32_t vector) {
+constexpr uint32_t apply_matrix(const Matrix& matrix, uint32_t vector) {
   uint32_t image = 0;
   for (size_t bit = 0; bit < 32; ++bit) {
     image ^= ((vector >> bit) & 1) != 0 ? matrix[bit] : 0;
@@ -92,14 +92,14 @@ constexpr LaneShift make_lane_shift() {
   for (size_t length = 1; length < kLaneBytes; length *= 2) {
     Matrix square{};
     for (size_t bit = 0; bit < 32; ++bit) {
-      square[bit] = apply(matrix, matrix[bit]);
+      square[bit] = apply_matrix(matrix, matrix[bit]);
     }
     matrix = square;
   }
   LaneShift shift{};
   for (size_t k = 0; k < 4; ++k) {
     for (uint32_t byte = 0; byte < 256; ++byte) {
-      shift[k][byte] = apply(matrix, byte << (8 * k));
+      shift[k][byte] = apply_matrix(matrix, byte << (8 * k));
     }
   }
   return shift;
@@ -180,6 +180,28 @@ std::vector<uint32_t> crc32c_blocks(const void* data, size_t bytes,
 std::string xxh3_128(const void* data, size_t bytes) {
   XXH128_canonical_t canonical;
   XXH128_canonicalFromHash(&canonical, XXH3_128bits(data, bytes));
+  return {reinterpret_cast<const char*>(canonical.digest),
+          sizeof(canonical.digest)};
+}
+
+struct Xxh3::State {
+  XXH3_state_t hash;  // Wants 64-byte alignment, which new gives it (C++17).
+};
+
+Xxh3::Xxh3() : state_(std::make_unique<State>()) {
+  XXH3_128bits_reset(&state_->hash);
+}
+
+Xxh3::~Xxh3() = default;
+
+void Xxh3::update(const void* data, size_t bytes) {
+  XXH3_128bits_update(&state_->hash, data, bytes);
+}
+
+std::string Xxh3::take() {
+  XXH128_canonical_t canonical;
+  XXH128_canonicalFromHash(&canonical, XXH3_128bits_digest(&state_->hash));
+  XXH3_128bits_reset(&state_->hash);
   return {reinterpret_cast<const char*>(canonical.digest),
           sizeof(canonical.digest)};
 }

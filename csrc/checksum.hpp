@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -23,6 +24,24 @@ std::vector<uint32_t> crc32c_blocks(const void* data, size_t bytes,
 
 // XXH3-128 without seed: 16 bytes in canonical (big-endian) byte order.
 std::string xxh3_128(const void* data, size_t bytes);
+
+// The same for bytes that come in parts, in order. Used by one thread at a
+// time.
+class Xxh3 {
+ public:
+  Xxh3();
+  ~Xxh3();
+  Xxh3(const Xxh3&) = delete;
+  Xxh3& operator=(const Xxh3&) = delete;
+
+  void update(const void* data, size_t bytes);
+  // The hash of what came since the last take() (or the construction).
+  std::string take();
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
 
 }  // namespace plait
 

@@ -1,8 +1,9 @@
 // How failures travel to Python. Not a logger: nothing is caught here.
 //
-// Three kinds: std::invalid_argument for what the caller did (ValueError),
+// Four kinds: std::invalid_argument for what the caller did (ValueError),
 // std::system_error for what the machine did (OSError with errno, operation
-// and path), ChecksumError for bytes that are not the ones once written.
+// and path), ChecksumError for bytes that are not the ones once written,
+// TornError for memory that changed before it was captured.
 #ifndef PLAIT_CSRC_ERRORS_HPP_
 #define PLAIT_CSRC_ERRORS_HPP_
 
@@ -26,6 +27,19 @@ class ChecksumError : public std::runtime_error {
  private:
   std::string path_;
   int64_t block_;
+};
+
+// Memory that was to be captured as it was at a call and was changed before.
+class TornError : public std::runtime_error {
+ public:
+  TornError(const std::string& message, int64_t piece)
+      : std::runtime_error(message), piece_(piece) {}
+
+  // The index of the changed piece.
+  int64_t piece() const { return piece_; }
+
+ private:
+  int64_t piece_;
 };
 
 // Throws std::system_error(error, "operation 'path'").

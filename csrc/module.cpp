@@ -1,13 +1,8 @@
 // The Python face of plait's C++ code: bindings only, no logic.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-#include <pybind11/stl/filesystem.h>
-
-#include <filesystem>
 #include <string_view>
 #include <system_error>
-#include <tuple>
 
+#include "bindings.hpp"
 #include "checksum.hpp"
 #include "cuda_driver.hpp"
 #include "errors.hpp"
@@ -16,8 +11,6 @@
 #include "io_facts.hpp"
 #include "module_doc.hpp"
 #include "reader.hpp"
-#include "staging_pool.hpp"
-#include "writer.hpp"
 
 namespace py = pybind11;
 
@@ -26,26 +19,10 @@ namespace {
 using py::literals::operator""_a;
 using plait::FaultIo;
 using plait::Io;
-using Path = std::filesystem::path;
-using Unlocked = py::call_guard<py::gil_scoped_release>;
-using Triples = std::vector<std::tuple<uint64_t, uint64_t, uint64_t>>;
-
-// A part of a pool as a buffer; keeps the memory alive.
-struct PoolView {
-  std::shared_ptr<plait::HugeMapping> mapping;
-  uint64_t offset;
-  uint64_t bytes;
-};
-
-template <typename Item>
-std::vector<Item> items(const Triples& triples) {
-  std::vector<Item> result;
-  result.reserve(triples.size());
-  for (const auto& [a, b, c] : triples) {
-    result.push_back(Item{a, b, c});
-  }
-  return result;
-}
+using plait::items;
+using plait::Path;
+using plait::Triples;
+using plait::Unlocked;
 
 template <typename Call>
 auto unlocked(Call call) {
@@ -75,6 +52,10 @@ void bind_errors(py::module_& module) {
   checksum_error =
       PyErr_NewException("plait._C.ChecksumError", PyExc_RuntimeError, nullptr);
   module.add_object("ChecksumError", checksum_error);
+  static PyObject* torn_error = nullptr;
+  torn_error =
+      PyErr_NewException("plait._C.TornError", PyExc_RuntimeError, nullptr);
+  module.add_object("TornError", torn_error);
   py::register_exception_translator([](std::exception_ptr thrown) {
     try {
       std::rethrow_exception(thrown);
@@ -83,6 +64,10 @@ void bind_errors(py::module_& module) {
       value.attr("path") = text(error.path().c_str());
       value.attr("block") = error.block();
       PyErr_SetObject(checksum_error, value.ptr());
+    } catch (const plait::TornError& error) {
+      py::object value = py::handle(torn_error)(text(error.what()));
+      value.attr("piece") = error.piece();
+      PyErr_SetObject(torn_error, value.ptr());
     } catch (const std::system_error& error) {
       const py::handle os_error = PyExc_OSError;  // It finds the subclass.
       py::object value = os_error(error.code().value(), text(error.what()));
@@ -124,37 +109,6 @@ void bind_io(py::module_& module) {
       .def_property_readonly("ops", &FaultIo::ops);
 }
 
-template <auto Method>
-void copy(const plait::StagingPool& pool, const Triples& copies) {
-  (pool.*Method)(items<plait::Copy>(copies));
-}
-
-void bind_pool(py::module_& module) {
-  using plait::StagingPool;
-  py::class_<PoolView>(module, "PoolView", py::buffer_protocol())
-      .def_buffer([](const PoolView& view) {
-        return py::buffer_info(
-            reinterpret_cast<uint8_t*>(view.mapping->data() + view.offset),
-            static_cast<py::ssize_t>(view.bytes), false);
-      });
-  py::class_<StagingPool>(module, "StagingPool")
-      .def(py::init<uint64_t, int, bool>(), "capacity_bytes"_a, "threads"_a = 2,
-           "pin"_a = false, Unlocked())
-      .def_property_readonly("capacity", &StagingPool::capacity)
-      .def_property_readonly("address", &StagingPool::address)
-      .def_property_readonly("pinned", &StagingPool::pinned)
-      .def("copy_in", &copy<&StagingPool::copy_in>, "copies"_a, Unlocked())
-      .def("copy_out", &copy<&StagingPool::copy_out>, "copies"_a, Unlocked())
-      .def(
-          "view",
-          [](const StagingPool& pool, uint64_t offset, uint64_t bytes) {
-            PoolView view{pool.view(offset, bytes), offset, bytes};
-            return py::memoryview(py::cast(std::move(view)));
-          },
-          "offset"_a, "nbytes"_a)
-      .def("close", &StagingPool::close, Unlocked());
-}
-
 void bind_data_files(py::module_& module) {
   py::class_<plait::WriteResult>(module, "WriteResult")
       .def_readonly("crcs", &plait::WriteResult::crcs)
@@ -164,14 +118,16 @@ void bind_data_files(py::module_& module) {
       "write_file",
       [](Io& io, const Path& path, std::string_view header,
          const Triples& pieces, uint64_t file_bytes, uint64_t block_bytes,
-         int threads, uint64_t rate_limit, bool direct, bool background) {
+         int threads, uint64_t rate_limit, bool direct, int nice,
+         const std::string& io_priority) {
         return plait::write_file(
             io, path, header, items<plait::Piece>(pieces), file_bytes,
-            {block_bytes, threads, rate_limit, direct, background});
+            {block_bytes, threads, rate_limit, direct,
+             plait::priority_of(nice, io_priority)});
       },
       "io"_a, "path"_a, "header"_a, "pieces"_a, "file_bytes"_a, py::kw_only(),
       "block_bytes"_a = 4 << 20, "threads"_a = 2, "rate_limit"_a = 0,
-      "direct"_a = true, "background"_a = false, Unlocked());
+      "direct"_a = true, "nice"_a = 0, "io_priority"_a = "normal", Unlocked());
   module.def(
       "read_ranges",
       [](Io& io, const Path& path, uint64_t file_bytes,
@@ -238,7 +194,7 @@ PYBIND11_MODULE(_C, module) {
   bind_errors(module);
   bind_checksums(module);
   bind_io(module);
-  bind_pool(module);
+  plait::bind_memory(module);
   bind_data_files(module);
   bind_small_files(module);
   const auto facts = [](const Path& path) { return plait::io_facts(path); };

@@ -23,28 +23,32 @@ void block_signals() {
   pthread_sigmask(SIG_BLOCK, &all, nullptr);
 }
 
-// Lowering one's own priority needs no right and cannot fail in a way that
-// matters: the work is the same at any priority.
-void lower_priority() {
-  constexpr int kNice = 10;
-  constexpr int kIoprioWhoProcess = 1;
-  constexpr int kIoprioBestEffortLowest = (2 << 13) | 7;
-  const auto thread = static_cast<id_t>(::syscall(SYS_gettid));
-  ::setpriority(PRIO_PROCESS, thread, kNice);
-  ::syscall(SYS_ioprio_set, kIoprioWhoProcess, 0, kIoprioBestEffortLowest);
-}
-
 }  // namespace
 
+void lower_priority(const Priority& priority) {
+  constexpr int kIoprioWhoProcess = 1;
+  constexpr int kBestEffortLowest = (2 << 13) | 7;
+  constexpr int kIdle = 3 << 13;
+  if (priority.nice > 0) {
+    const auto thread = static_cast<id_t>(::syscall(SYS_gettid));
+    ::setpriority(PRIO_PROCESS, thread, priority.nice);
+  }
+  if (priority.io != IoPriority::kNormal) {
+    const bool idle = priority.io == IoPriority::kIdle;
+    ::syscall(SYS_ioprio_set, kIoprioWhoProcess, 0,
+              idle ? kIdle : kBestEffortLowest);
+  }
+}
+
 Workers::Workers(int count, const std::string& name, uint64_t num_tasks,
-                 Body body, bool background)
+                 Body body, const Priority& priority)
     : num_tasks_(num_tasks), body_(std::move(body)) {
   const uint64_t useful = std::min(num_tasks, static_cast<uint64_t>(count));
   threads_.reserve(useful);
   try {
     for (uint64_t i = 0; i < useful; ++i) {
       threads_.emplace_back(&Workers::run, this, static_cast<int>(i), name,
-                            background);
+                            priority);
     }
   } catch (...) {  // No thread left to start: stop the ones that run.
     failed_ = true;
@@ -72,13 +76,11 @@ void Workers::close() {
   }
 }
 
-void Workers::run(int worker, const std::string& name, bool background) {
+void Workers::run(int worker, const std::string& name, const Priority& priority) {
   block_signals();
   pthread_setname_np(pthread_self(),
                      (name + "-" + std::to_string(worker)).c_str());
-  if (background) {
-    lower_priority();
-  }
+  lower_priority(priority);
   while (!failed_) {
     const uint64_t task = next_task_.fetch_add(1);
     if (task >= num_tasks_) {

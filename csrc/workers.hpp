@@ -13,6 +13,21 @@
 
 namespace plait {
 
+enum class IoPriority { kNormal, kLow, kIdle };
+
+// Below that of training. Lowering one's own needs no right and cannot fail in
+// a way that matters: the work is the same at any priority. I/O priorities act
+// where the disk's scheduler knows them (bfq; mq-deadline knows classes).
+struct Priority {
+  int nice = 0;  // 0 leaves it as it is.
+  IoPriority io = IoPriority::kNormal;
+};
+
+constexpr int kBackgroundNice = 10;
+
+// Of the calling thread.
+void lower_priority(const Priority& priority);
+
 // Owns `count` threads (not more than tasks) named `name`-0, `name`-1, ...
 // which take the tasks 0 .. num_tasks-1 in order and call body(worker, task).
 // After the first error no further task starts; close() joins and throws that
@@ -22,9 +37,8 @@ class Workers {
  public:
   using Body = std::function<void(int worker, uint64_t task)>;
 
-  // `background` lowers the threads' CPU and I/O priority below training's.
   Workers(int count, const std::string& name, uint64_t num_tasks, Body body,
-          bool background = false);
+          const Priority& priority = {});
   ~Workers();
   Workers(const Workers&) = delete;
   Workers& operator=(const Workers&) = delete;
@@ -32,7 +46,7 @@ class Workers {
   void close();
 
  private:
-  void run(int worker, const std::string& name, bool background);
+  void run(int worker, const std::string& name, const Priority& priority);
   void join();
 
   const uint64_t num_tasks_;

@@ -64,42 +64,33 @@ std::vector<Piece> layout(std::string_view header, std::vector<Piece> pieces,
   return pieces;
 }
 
-// What block workers share. Threads touch it only through write_block.
-class BlockWriter {
+// Blocks out of pieces in memory. Those that lie in one piece are taken from
+// there, where direct I/O accepts the address, others put together.
+class PieceSource final : public BlockSource {
  public:
-  BlockWriter(File& file, std::vector<Piece> pieces, uint64_t file_bytes,
-              const WriteOptions& options)
-      : file_(file),
-        pieces_(std::move(pieces)),
-        file_bytes_(file_bytes),
-        block_bytes_(options.block_bytes),
-        limit_(options.rate_limit),
-        crcs_((file_bytes + options.block_bytes - 1) / options.block_bytes) {
+  PieceSource(std::vector<Piece> pieces, const WriteOptions& options)
+      : pieces_(std::move(pieces)), block_bytes_(options.block_bytes) {
     for (int i = 0; i < options.threads; ++i) {
       buffers_.emplace_back(block_bytes_);
     }
   }
 
-  uint64_t num_blocks() const { return crcs_.size(); }
-  std::vector<uint32_t> take_crcs() { return std::move(crcs_); }
-
-  void write_block(int worker, uint64_t block) {
+  const char* block(int worker, uint64_t block, size_t bytes) override {
     const uint64_t begin = block * block_bytes_;
-    const uint64_t bytes = std::min(block_bytes_, file_bytes_ - begin);
-    const bool direct = file_.direct();
-    const uint64_t padded = direct ? round_up(bytes, kDirectAlignment) : bytes;
     const char* source = in_one_piece(begin, bytes);
-    const auto address = reinterpret_cast<uintptr_t>(source);
-    if (source == nullptr || (direct && !is_aligned(address, bytes))) {
-      char* buffer = buffers_[static_cast<size_t>(worker)].data();
-      assemble(begin, bytes, buffer);
-      std::memset(buffer + bytes, 0, padded - bytes);
-      source = buffer;
+    if (source != nullptr &&
+        is_aligned(reinterpret_cast<uintptr_t>(source), bytes)) {
+      return source;
     }
-    crcs_[block] = crc32c(source, bytes);
-    limit_.take(bytes);
-    file_.write_at(source, padded, begin);
+    char* buffer = buffers_[static_cast<size_t>(worker)].data();
+    assemble(begin, bytes, buffer);
+    const uint64_t padded = round_up(bytes, kDirectAlignment);
+    std::memset(buffer + bytes, 0, padded - bytes);
+    return buffer;
   }
+
+  void written(uint64_t) override {}
+  void give_up(std::exception_ptr) override {}  // Nobody ever waits.
 
  private:
   using Iterator = std::vector<Piece>::const_iterator;
@@ -141,39 +132,49 @@ class BlockWriter {
     std::memset(buffer + (at - begin), 0, end - at);
   }
 
-  File& file_;
   const std::vector<Piece> pieces_;
-  const uint64_t file_bytes_;
   const uint64_t block_bytes_;
-  RateLimit limit_;
   std::vector<AlignedBuffer> buffers_;  // One per worker.
-  std::vector<uint32_t> crcs_;          // Each element has one writer.
 };
 
 }  // namespace
 
-WriteResult write_file(Io& io, const std::string& path, std::string_view header,
-                       std::vector<Piece> pieces, uint64_t file_bytes,
-                       const WriteOptions& options) {
+WriteResult write_blocks(Io& io, const std::string& path, BlockSource& source,
+                         uint64_t file_bytes, const WriteOptions& options) {
   check_options(options);
-  pieces = layout(header, std::move(pieces), file_bytes);
+  const uint64_t block_bytes = options.block_bytes;
+  const uint64_t num_blocks = (file_bytes + block_bytes - 1) / block_bytes;
   WriteResult result;
+  result.crcs.resize(num_blocks);  // Each element has one writer.
+  RateLimit limit(options.rate_limit);
   File file(io, path, O_WRONLY | O_CREAT | O_EXCL, 0600);
+  const auto write_block = [&](int worker, uint64_t block) {
+    const uint64_t begin = block * block_bytes;
+    const uint64_t bytes = std::min(block_bytes, file_bytes - begin);
+    try {
+      const char* data = source.block(worker, block, bytes);
+      result.crcs[block] = crc32c(data, bytes);
+      limit.take(bytes);
+      const bool direct = file.direct();
+      const size_t padded = direct ? round_up(bytes, kDirectAlignment) : bytes;
+      file.write_at(data, padded, begin);
+      source.written(block);
+    } catch (...) {
+      source.give_up(std::current_exception());
+      throw;
+    }
+  };
   try {
     if (options.direct) {
       file.try_direct();
     }
     file.allocate(file_bytes);
-    BlockWriter writer(file, std::move(pieces), file_bytes, options);
-    Workers workers(
-        options.threads, "plait-write", writer.num_blocks(),
-        [&](int worker, uint64_t block) { writer.write_block(worker, block); },
-        options.background);
+    Workers workers(options.threads, "plait-write", num_blocks, write_block,
+                    options.priority);
     workers.close();
     file.truncate(file_bytes);
     file.sync_data();
     file.close();
-    result.crcs = writer.take_crcs();
   } catch (const std::exception&) {
     io.unlink(path);  // Best effort: the first failure is the one to report.
     throw;
@@ -181,6 +182,14 @@ WriteResult write_file(Io& io, const std::string& path, std::string_view header,
   result.direct = file.direct();
   result.fallback_reason = file.fallback_reason();
   return result;
+}
+
+WriteResult write_file(Io& io, const std::string& path, std::string_view header,
+                       std::vector<Piece> pieces, uint64_t file_bytes,
+                       const WriteOptions& options) {
+  check_options(options);
+  PieceSource source(layout(header, std::move(pieces), file_bytes), options);
+  return write_blocks(io, path, source, file_bytes, options);
 }
 
 }  // namespace plait

@@ -1,5 +1,5 @@
-// Writes one new data file from memory: direct I/O, several threads, one
-// CRC32C per block. Not atomic: a file is good once a manifest says so.
+// Writes one new data file: direct I/O, several threads, one CRC32C per block.
+// Not atomic: a file is good once a manifest says so.
 #ifndef PLAIT_CSRC_WRITER_HPP_
 #define PLAIT_CSRC_WRITER_HPP_
 
@@ -8,7 +8,9 @@
 #include <string_view>
 #include <vector>
 
+#include "block_source.hpp"
 #include "io.hpp"
+#include "workers.hpp"
 
 namespace plait {
 
@@ -24,7 +26,7 @@ struct WriteOptions {
   int threads = 2;
   uint64_t rate_limit = 0;  // Bytes per second over all threads; 0 = none.
   bool direct = true;
-  bool background = false;  // Threads at lower CPU and I/O priority.
+  Priority priority = {};  // Of the threads.
 };
 
 struct WriteResult {
@@ -34,10 +36,14 @@ struct WriteResult {
 };
 
 // Creates `path` (mode 0600; it must not exist), fills its `file_bytes` bytes
-// with `header` at 0, the pieces at their offsets and zeros elsewhere, syncs
-// and closes it. Pieces may come in any order; they must not overlap. On
-// failure the unfinished file is removed and the first error thrown: a sync
-// that failed once is never tried again. The memory must not change meanwhile.
+// from `source`, syncs and closes it. On failure the unfinished file is removed
+// and the first error thrown: a sync that failed once is never tried again.
+WriteResult write_blocks(Io& io, const std::string& path, BlockSource& source,
+                         uint64_t file_bytes, const WriteOptions& options);
+
+// The same for bytes in memory: `header` at 0, the pieces at their offsets and
+// zeros elsewhere. Pieces may come in any order; they must not overlap. The
+// memory must not change meanwhile.
 WriteResult write_file(Io& io, const std::string& path, std::string_view header,
                        std::vector<Piece> pieces, uint64_t file_bytes,
                        const WriteOptions& options);

@@ -208,7 +208,7 @@ def test_a_leftover_attempt_of_the_same_step_is_no_obstacle(old):
 
 
 def test_disk_full_is_foreseen_before_a_byte_moves(tmp_path, monkeypatch):
-    monkeypatch.setattr("plait.ckpt.commit.free_space", lambda io, path: 1000)
+    monkeypatch.setattr("plait.ckpt.part.free_space", lambda io, path: 1000)
     with Snapshots(tmp_path) as snapshots:
         with pytest.raises(OSError, match="are needed, 1000 are free") as caught:
             snapshots.save(1, small_state(1)).wait()

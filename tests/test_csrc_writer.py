@@ -236,7 +236,7 @@ def test_a_hundred_failed_files_leak_nothing(tmp_path, pool):
 
 def test_rate_limit_and_background_write_the_same_bytes(tmp_path, pool):
     pieces = [(pool.address, MIB, 0)]
-    options = {"block_bytes": BLOCK, "rate_limit": 8 * MIB, "background": True}
+    options = {"block_bytes": BLOCK, "rate_limit": 8 * MIB, "nice": 10, "io_priority": "low"}
     start = time.monotonic()
     result = _C.write_file(_C.PosixIo(), tmp_path / "f", b"", pieces, MIB, **options)
     # A promise, not a measurement: all but the last block take their time, however fast the machine.

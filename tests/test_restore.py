@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from plait import _C
 from plait.ckpt import PerRank, Sharded, SnapshotDamaged, SnapshotError, Snapshots, StateError
 from plait.ckpt.box import Box
-from plait.ckpt.commit import BLOCK_BYTES
+from plait.ckpt.capture import BLOCK_BYTES
 from plait.ckpt.read_plan import Target
 from plait.ckpt.reader import SnapshotReader
 from tests.faults import empty_state, flip, is_small_state, on_ranks, restored_seed, small_state

@@ -71,9 +71,57 @@ def write_file(
     threads: int = 2,
     rate_limit: int = 0,
     direct: bool = True,
-    background: bool = False,
+    nice: int = 0,
+    io_priority: str = "normal",
 ) -> WriteResult:
-    """pieces: (address, nbytes, file_offset)."""
+    """pieces: (address, nbytes, file_offset). io_priority: normal, low, idle."""
+
+class TornError(RuntimeError):
+    """Memory of a lazy piece changed before it was copied; `piece` is its index."""
+
+    piece: int
+
+class Stage:
+    """One state on its way through the pool, in the blocks of its file. pieces, in file order: (address, or 0 for what
+    the caller fills in, nbytes, file_offset, lazy)."""
+
+    def __init__(
+        self,
+        pool: StagingPool,
+        header: bytes,
+        pieces: Sequence[tuple[int, int, int, bool]],
+        file_bytes: int,
+        *,
+        block_bytes: int = 4194304,
+        threads: int = 2,
+    ) -> None: ...
+    @property
+    def slabs(self) -> int: ...
+    @property
+    def held_bytes(self) -> int: ...
+    @property
+    def copied(self) -> bool: ...
+    def capture(self) -> None: ...
+    def fence(self, ranges: Sequence[tuple[int, int]]) -> None: ...
+    def wait_copied(self) -> None: ...
+    def open(self, file_offset: int, nbytes: int) -> int: ...
+    def fill(self, file_offset: int, nbytes: int) -> None: ...
+    def cancel(self, reason: str) -> None: ...
+    def hashes(self) -> list[str]: ...
+    def close(self) -> None: ...
+
+def write_stage(
+    io: Io,
+    path: _Path,
+    stage: Stage,
+    *,
+    threads: int = 2,
+    rate_limit: int = 0,
+    direct: bool = True,
+    nice: int = 0,
+    io_priority: str = "normal",
+) -> WriteResult:
+    """Writes a stage's blocks as they are copied."""
 
 def read_ranges(
     io: Io,

@@ -1,0 +1,67 @@
+"""Writes this rank's part of an attempt: its data file, then its fragment, which says that the part is complete.
+
+Not the commit (commit.py). The one idea: blocks are written as they are captured, and hashed on the way.
+"""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+from plait import _C
+from plait.ckpt.capture import BLOCK_BYTES
+from plait.ckpt.captured import Captured
+from plait.ckpt.commit import Writer
+from plait.ckpt.folders import announce, attempt_folder, make_folder
+from plait.ckpt.manifest import FORMATS, DataFile, Fragment, data_name, fragment_name, to_bytes
+
+
+def write_part(writer: Writer, attempt: str, step: int, captured: Captured) -> Fragment:
+    """Writes and publishes this rank's data file and fragment. OSError names operation and path."""
+    folder = attempt_folder(writer.root, attempt)
+    make_folder(writer.io, folder)
+    file = None
+    if captured.layout.pieces:
+        file = _write_data(writer, folder / data_name(writer.rank), captured)
+    fragment = Fragment(
+        format=FORMATS[Fragment],
+        step=step,
+        attempt=attempt,
+        rank=writer.rank,
+        world_size=writer.world_size,
+        file=file,
+        pieces=captured.describe(),
+        aliases=captured.aliases,
+        objects=captured.objects,
+        per_rank=captured.per_rank,
+    )
+    announce(writer.io, folder / fragment_name(writer.rank), to_bytes(fragment))
+    return fragment
+
+
+def _write_data(writer: Writer, path: Path, captured: Captured) -> DataFile:
+    file_bytes = captured.file_bytes
+    free = free_space(writer.io, path.parent)
+    if free < file_bytes:
+        raise OSError(errno.ENOSPC, f"write: {file_bytes} bytes are needed, {free} are free", str(path))
+    assert captured.stage is not None and captured.flight is not None
+    try:
+        result = _C.write_stage(
+            writer.io,
+            path,
+            captured.stage,
+            threads=writer.threads,
+            rate_limit=writer.rate_limit,
+            direct=writer.direct,
+            nice=writer.nice,
+            io_priority=writer.io_priority,
+        )
+    except _C.TornError as error:
+        raise captured.flight.torn(int(error.piece)) from error
+    captured.settle()
+    return DataFile(path.name, file_bytes, BLOCK_BYTES, tuple(result.crcs))
+
+
+def free_space(io: _C.Io, path: Path) -> int:
+    """Returns the bytes that this user may still write."""
+    return _C.free_bytes(io, path)

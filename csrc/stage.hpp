@@ -1,0 +1,119 @@
+// Copies one state into the pool, block by block of its file, and hands the
+// blocks to a writer. Not a writer, and it knows no tensors.
+//
+// The one idea: whoever needs a copy first makes it. Threads copy in the
+// background; the capture call helps with what must be in before it returns,
+// and a fence with what is about to be overwritten.
+#ifndef PLAIT_CSRC_STAGE_HPP_
+#define PLAIT_CSRC_STAGE_HPP_
+
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "block_source.hpp"
+#include "lazy_parts.hpp"
+#include "piece_hasher.hpp"
+#include "stage_plan.hpp"
+#include "staging_pool.hpp"
+#include "workers.hpp"
+
+namespace plait {
+
+// Owns its copying threads (named plait-copy-N, ended by close() or by
+// themselves) and a share of the pool's memory, which nothing else may use
+// until the stage is closed. The memory of the pieces must stay valid until
+// copied(), and that of lazy ones unchanged until a fence over it returned;
+// samples of it (64 bytes a part) are compared before and after, and a change
+// ends the stage with TornError. Once over (torn, cancelled, closed), fences
+// and captures return at once, and whoever waits for blocks is thrown the
+// reason. All methods may be called from any thread.
+class Stage final : public BlockSource {
+ public:
+  using Range = LazyParts::Range;
+
+  // Plans, and samples the lazy pieces as they are now. Starts nothing.
+  Stage(const StagingPool& pool, std::string header,
+        std::vector<StagedPiece> pieces, uint64_t file_bytes,
+        uint64_t block_bytes, int threads);
+  ~Stage() override;
+  Stage(const Stage&) = delete;
+  Stage& operator=(const Stage&) = delete;
+
+  uint64_t file_bytes() const { return file_bytes_; }
+  uint64_t block_bytes() const { return plan_.block_bytes; }
+  uint64_t slabs() const { return plan_.slabs; }
+  uint64_t held_bytes() const { return plan_.held_bytes; }
+
+  // Starts the threads and returns when every piece is in that is not lazy and
+  // has an address. In slabs that needs a writer at work. To be called once.
+  void capture();
+  // To be called before memory is overwritten: returns when nothing of these
+  // ranges is still to be read.
+  void fence(const std::vector<Range>& ranges);
+  // The same for everything, also what the caller fills in. Throws the reason
+  // when over.
+  void wait_copied();
+  // True when everything is in, or over: no memory of the pieces is read again.
+  bool copied() const;
+
+  // For pieces without an address, to be filled in file order: waits for the
+  // slot, returns the pool offset of a range inside one block (or, where all
+  // blocks have a place, of any); then fill() says that it is in.
+  uint64_t open(uint64_t file_offset, uint64_t bytes);
+  void fill(uint64_t file_offset, uint64_t bytes);
+
+  // Ends it with std::runtime_error(reason), unless it is over already.
+  void cancel(const std::string& reason);
+  // Ends it, and returns when no thread of it reads any memory.
+  void close();
+
+  const char* block(int worker, uint64_t block, size_t bytes) override;
+  void written(uint64_t block) override;
+  void give_up(std::exception_ptr reason) override;
+  // XXH3-128 of every piece that is complete, in their order.
+  std::vector<std::string> hashes() const;
+
+ private:
+  enum class State : uint8_t { kPending, kRunning, kDone };
+  using Lock = std::unique_lock<std::mutex>;
+
+  char* memory(uint64_t file_offset) const;
+  bool has_slot(uint64_t block) const;
+  void copy(size_t index, Lock& lock);
+  void work();
+  void count_in(uint64_t file_offset, uint64_t bytes);
+  void end(std::exception_ptr reason);
+  void throw_if_over() const;
+
+  const std::string header_;
+  const std::vector<StagedPiece> pieces_;
+  const uint64_t file_bytes_;
+  const int threads_;
+  const StagePlan plan_;
+  const std::shared_ptr<HugeMapping> mapping_;
+  const LazyParts lazy_;
+
+  mutable std::mutex mutex_;  // Guards everything below but the hasher.
+  std::condition_variable changed_;
+  std::vector<State> states_;   // Of each part.
+  std::vector<uint64_t> left_;  // Bytes of each block that are not in yet.
+  std::vector<bool> written_;   // Blocks.
+  size_t next_part_ = 0;
+  uint64_t eager_left_ = 0;  // Parts that capture() waits for.
+  uint64_t bytes_left_ = 0;
+  int running_ = 0;
+  std::exception_ptr over_;
+  std::unique_ptr<Workers> workers_;
+
+  // The turn to hash goes from block to block; who has it owns the hasher.
+  uint64_t hashed_blocks_ = 0;
+  PieceHasher hasher_;
+};
+
+}  // namespace plait
+
+#endif  // PLAIT_CSRC_STAGE_HPP_
