@@ -43,129 +43,102 @@ _BLOCK_COL = 1024
 _APPROXIMATE = ("none", "tanh")  # torch's names; the second is true of `tanh`
 
 
+# Codes that the kernels carry: swiglu, geglu, geglu with the tanh form.
+FORMS = ("silu", "gelu", "gelu_tanh")
+
+
 @triton.jit
 def _sigmoid(x):
     return 1.0 / (1.0 + tl.exp2(-x * 1.4426950408889634))
 
 
 @triton.jit
-def _swiglu_forward(
-    gate_up_ptr, out_ptr, stride_gate_up_row, num_cols, COMPUTE: tl.constexpr, BLOCK_COL: tl.constexpr
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK_COL + tl.arange(0, BLOCK_COL)
-    mask = cols < num_cols
-    gate_ptr = gate_up_ptr + row * stride_gate_up_row + cols
-    gate = tl.load(gate_ptr, mask=mask, other=0.0).to(COMPUTE)  # [BLOCK_COL]
-    up = tl.load(gate_ptr + num_cols, mask=mask, other=0.0).to(COMPUTE)
-    out = gate * _sigmoid(gate) * up
-    tl.store(out_ptr + row * num_cols + cols, out.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _swiglu_backward(
-    dout_ptr, gate_up_ptr, grad_ptr, stride_dout_row, stride_gate_up_row, num_cols,
-    COMPUTE: tl.constexpr, BLOCK_COL: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK_COL + tl.arange(0, BLOCK_COL)
-    mask = cols < num_cols
-    gate_ptr = gate_up_ptr + row * stride_gate_up_row + cols
-    gate = tl.load(gate_ptr, mask=mask, other=0.0).to(COMPUTE)  # [BLOCK_COL]
-    up = tl.load(gate_ptr + num_cols, mask=mask, other=0.0).to(COMPUTE)
-    dout = tl.load(dout_ptr + row * stride_dout_row + cols, mask=mask, other=0.0).to(COMPUTE)
-    sigmoid = _sigmoid(gate)
-    silu = gate * sigmoid
-    dgate = dout * up * (sigmoid + silu * (1.0 - sigmoid))
-    element = grad_ptr.dtype.element_ty
-    out_ptr = grad_ptr + row * (2 * num_cols) + cols
-    tl.store(out_ptr, dgate.to(element), mask=mask)
-    tl.store(out_ptr + num_cols, (dout * silu).to(element), mask=mask)
-
-
-@triton.jit
-def _gelu(x, TANH: tl.constexpr):
-    """gelu(x) and its slope."""
-    if TANH:
+def gate_of(x, FORM: tl.constexpr):
+    """The activation of a gate and its slope, by its code in FORMS."""
+    if FORM == 0:
+        sigmoid = _sigmoid(x)
+        value = x * sigmoid
+        slope = sigmoid + value * (1.0 - sigmoid)
+    elif FORM == 1:
+        below = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
+        slope = below + x * (tl.exp2(x * x * -0.7213475204444817) * 0.3989422804014327)
+        value = x * below
+    else:
         square = tl.minimum(x * x, 1.0e4)  # beyond it the sigmoid is 0 or 1, and x^2 would overflow times 0
         sigmoid = _sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * square))
         slope = sigmoid + x * sigmoid * (1.0 - sigmoid) * (1.5957691216057308 * (1.0 + 0.134145 * square))
         value = x * sigmoid
-    else:
-        below = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
-        slope = below + x * (tl.exp2(x * x * -0.7213475204444817) * 0.3989422804014327)
-        value = x * below
     return value, slope
 
 
 @triton.jit
-def _geglu_forward(
-    gate_up_ptr, out_ptr, stride_gate_up_row, num_cols,
-    TANH: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_COL: tl.constexpr,
-):  # fmt: skip
+def _load_row(gate_up_ptr, stride_gate_up_row, num_cols, COMPUTE: tl.constexpr, BLOCK_COL: tl.constexpr):
+    """(row, columns, mask, gate, up) of this program, grid (rows, blocks of columns)."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_COL + tl.arange(0, BLOCK_COL)
     mask = cols < num_cols
     gate_ptr = gate_up_ptr + row * stride_gate_up_row + cols
     gate = tl.load(gate_ptr, mask=mask, other=0.0).to(COMPUTE)  # [BLOCK_COL]
     up = tl.load(gate_ptr + num_cols, mask=mask, other=0.0).to(COMPUTE)
-    gelu, _ = _gelu(gate, TANH)
-    tl.store(out_ptr + row * num_cols + cols, (gelu * up).to(out_ptr.dtype.element_ty), mask=mask)
+    return row, cols, mask, gate, up
 
 
 @triton.jit
-def _geglu_backward(
-    dout_ptr, gate_up_ptr, grad_ptr, stride_dout_row, stride_gate_up_row, num_cols,
-    TANH: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_COL: tl.constexpr,
+def _gated_forward(
+    gate_up_ptr, out_ptr, stride_gate_up_row, num_cols,
+    FORM: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_COL: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK_COL + tl.arange(0, BLOCK_COL)
-    mask = cols < num_cols
-    gate_ptr = gate_up_ptr + row * stride_gate_up_row + cols
-    gate = tl.load(gate_ptr, mask=mask, other=0.0).to(COMPUTE)  # [BLOCK_COL]
-    up = tl.load(gate_ptr + num_cols, mask=mask, other=0.0).to(COMPUTE)
+    row, cols, mask, gate, up = _load_row(gate_up_ptr, stride_gate_up_row, num_cols, COMPUTE, BLOCK_COL)
+    value, _ = gate_of(gate, FORM)
+    tl.store(out_ptr + row * num_cols + cols, (value * up).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gated_backward(
+    dout_ptr, gate_up_ptr, grad_ptr, stride_dout_row, stride_gate_up_row, num_cols,
+    FORM: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_COL: tl.constexpr,
+):  # fmt: skip
+    row, cols, mask, gate, up = _load_row(gate_up_ptr, stride_gate_up_row, num_cols, COMPUTE, BLOCK_COL)
     dout = tl.load(dout_ptr + row * stride_dout_row + cols, mask=mask, other=0.0).to(COMPUTE)
-    gelu, slope = _gelu(gate, TANH)
+    value, slope = gate_of(gate, FORM)
     element = grad_ptr.dtype.element_ty
     out_ptr = grad_ptr + row * (2 * num_cols) + cols
     tl.store(out_ptr, (dout * up * slope).to(element), mask=mask)
-    tl.store(out_ptr + num_cols, (dout * gelu).to(element), mask=mask)
+    tl.store(out_ptr + num_cols, (dout * value).to(element), mask=mask)
 
 
-def forward_launch(gate_up: torch.Tensor, out: torch.Tensor) -> Launch:
-    """out [..., F] is contiguous."""
+def forward_launch(gate_up: torch.Tensor, out: torch.Tensor, form: int = 0) -> Launch:
+    """out [..., F] is contiguous; `form` is a code of FORMS."""
     rows, num_cols = rows_of(gate_up), out.shape[-1]
     block = min(_BLOCK_COL, next_power_of_two(num_cols))
     return Launch(
-        _swiglu_forward,
-        (rows.shape[0], triton.cdiv(num_cols, block)),
+        _gated_forward,
+        (rows.shape[0], -(-num_cols // block)),
         (rows, out, rows.stride(0), num_cols),
-        {"COMPUTE": triton_dtype(gate_up.dtype), "BLOCK_COL": block},
+        {"FORM": form, "COMPUTE": triton_dtype(gate_up.dtype), "BLOCK_COL": block},
     )
 
 
-def backward_launch(dout: torch.Tensor, gate_up: torch.Tensor, grad: torch.Tensor) -> Launch:
-    """grad [..., 2F] is contiguous."""
+def backward_launch(dout: torch.Tensor, gate_up: torch.Tensor, grad: torch.Tensor, form: int = 0) -> Launch:
+    """grad [..., 2F] is contiguous; `form` is a code of FORMS."""
     rows, dout_rows, num_cols = rows_of(gate_up), rows_of(dout), dout.shape[-1]
     block = min(_BLOCK_COL, next_power_of_two(num_cols))
     return Launch(
-        _swiglu_backward,
-        (rows.shape[0], triton.cdiv(num_cols, block)),
+        _gated_backward,
+        (rows.shape[0], -(-num_cols // block)),
         (dout_rows, rows, grad, dout_rows.stride(0), rows.stride(0), num_cols),
-        {"COMPUTE": triton_dtype(gate_up.dtype), "BLOCK_COL": block},
+        {"FORM": form, "COMPUTE": triton_dtype(gate_up.dtype), "BLOCK_COL": block},
     )
 
 
 def geglu_forward_launch(gate_up: torch.Tensor, out: torch.Tensor, tanh: bool) -> Launch:
     """As `forward_launch`."""
-    launch = forward_launch(gate_up, out)
-    return launch._replace(kernel=_geglu_forward, constants=launch.constants | {"TANH": tanh})
+    return forward_launch(gate_up, out, 1 + tanh)
 
 
 def geglu_backward_launch(dout: torch.Tensor, gate_up: torch.Tensor, grad: torch.Tensor, tanh: bool) -> Launch:
     """As `backward_launch`."""
-    launch = backward_launch(dout, gate_up, grad)
-    return launch._replace(kernel=_geglu_backward, constants=launch.constants | {"TANH": tanh})
+    return backward_launch(dout, gate_up, grad, 1 + tanh)
 
 
 def forward(gate_up: torch.Tensor) -> torch.Tensor:

@@ -92,7 +92,7 @@ def narrow(name: str) -> int:
 def test_explain_prints_the_facts_of_one_kernel(capsys):
     assert cli.main(["explain", "swiglu.forward", "--arch", "sm_80"]) == 0
     text = capsys.readouterr().out
-    assert "_swiglu_forward for sm_80" in text and "spill loads 0" in text and "EXIT" in text
+    assert "_gated_forward for sm_80" in text and "spill loads 0" in text and "EXIT" in text
 
 
 def test_list_names_every_point_and_bad_names_exit_with_2(capsys):
