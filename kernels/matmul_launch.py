@@ -1,8 +1,7 @@
-"""Launchers of the matmul kernels: tile tables, the choice between Triton and torch, grids. No autograd, no checks.
+"""Launchers of the matmul kernels: the choice between Triton and torch, grids, arguments. No autograd, no checks.
 
-The tables are data, keyed by (op, arch, shape class). Every row here is DERIVED (shared memory, registers and waves,
-and a compile without spills for its arch); none was timed on a card. A timed row of measured.py goes before it.
-Nothing depends on the card within an arch but the number of programs, which no result depends on: ranks agree.
+Not the tables (matmul_tables.py). The one idea: what a launch takes from shapes, strides, dtypes, alignment and
+switches alone is made once and found again (`_frame`), so that a call only gathers its tensors.
 """
 
 import functools
@@ -11,106 +10,31 @@ from typing import Any, NamedTuple
 import torch
 
 from plait.kernels.launch import INTERPRETED, Launch, arch_of, compute_dtype, rows_of, run_launches, triton_dtype
-from plait.kernels.matmul_triton import finish_kernel, matmul_kernel, swiglu_kernel
-from plait.kernels.measured import measured
+from plait.kernels.matmul_gated import gated_grad_kernel, swiglu_kernel
+from plait.kernels.matmul_tables import MEASURED as MEASURED
+from plait.kernels.matmul_tables import MULTIPROCESSORS as MULTIPROCESSORS
+from plait.kernels.matmul_tables import TILES as TILES
+from plait.kernels.matmul_tables import TRITON_UP_TO as TRITON_UP_TO
+from plait.kernels.matmul_tables import Plan as Plan
+from plait.kernels.matmul_tables import Tile as Tile
+from plait.kernels.matmul_tables import shape_class as shape_class
+from plait.kernels.matmul_tables import splits_of as splits_of
+from plait.kernels.matmul_triton import finish_kernel, matmul_kernel
 from plait.kernels.philox import keep_threshold
 
 # Dropout: (rng, p, sample_offset, row_offset, col_offset).
 Mask = tuple[torch.Tensor, float, int, int, int]
-
-
-class Tile(NamedTuple):
-    """Block sizes in M, N and K, warps and stages, parts of the epilogue, and the height of a group of tiles."""
-
-    block_row: int
-    block_col: int
-    block_inner: int
-    num_warps: int
-    num_stages: int
-    parts: int = 1
-    group: int = 8
-
-
-# (op or "any", arch, shape class) -> tile. sm_80: 164 KiB of shared memory, operands by cp.async, 8 warps at most
-# 128x128; sm_90 and sm_100: 227 KiB, TMA. "wide" is fp32 and fp64; "narrow" has an operand without 16-byte rows, read
-# a few bytes at a time by pointers of 64 bits, which take the registers.
-TILES: dict[tuple[str, int, str], Tile] = {
-    ("any", 80, "large"): Tile(128, 128, 32, 8, 4, 2),
-    ("any", 80, "deep"): Tile(128, 128, 32, 8, 4, 2),
-    ("any", 80, "small"): Tile(64, 64, 64, 4, 4),
-    ("any", 80, "few_rows"): Tile(16, 128, 64, 4, 4),
-    ("any", 80, "few_cols"): Tile(128, 16, 64, 4, 4),
-    ("any", 80, "wide"): Tile(64, 64, 32, 8, 3),
-    ("any", 80, "narrow"): Tile(64, 64, 32, 8, 2, 4),
-    ("swiglu", 80, "narrow"): Tile(64, 32, 32, 8, 2),
-    ("swiglu", 80, "large"): Tile(128, 64, 32, 8, 4),
-    ("swiglu", 80, "deep"): Tile(128, 64, 32, 8, 4),
-    ("any", 90, "large"): Tile(128, 256, 64, 8, 4, 4),
-    ("any", 90, "deep"): Tile(128, 128, 64, 8, 4, 2),
-    ("any", 90, "small"): Tile(64, 64, 64, 4, 4),
-    ("any", 90, "few_rows"): Tile(16, 128, 64, 4, 4),
-    ("any", 90, "few_cols"): Tile(128, 16, 64, 4, 4),
-    ("any", 90, "wide"): Tile(64, 64, 32, 8, 3),
-    ("any", 90, "narrow"): Tile(64, 64, 32, 8, 2, 4),
-    ("swiglu", 90, "narrow"): Tile(64, 32, 32, 8, 2),
-    ("dropout", 90, "large"): Tile(128, 128, 64, 8, 4, 4),
-    ("wgrad_wide", 90, "large"): Tile(128, 128, 64, 8, 4, 2),
-    ("swiglu", 90, "large"): Tile(128, 128, 64, 8, 3),
-    ("swiglu", 90, "deep"): Tile(128, 128, 64, 8, 3),
-    ("any", 100, "large"): Tile(128, 256, 64, 8, 4, 4),
-    ("any", 100, "deep"): Tile(128, 128, 64, 8, 4, 2),
-    ("any", 100, "small"): Tile(128, 64, 64, 4, 4),
-    ("any", 100, "few_rows"): Tile(16, 128, 64, 4, 4),
-    ("any", 100, "few_cols"): Tile(128, 16, 64, 4, 4),
-    ("any", 100, "wide"): Tile(64, 64, 32, 8, 3),
-    ("any", 100, "narrow"): Tile(64, 64, 32, 8, 2, 4),
-    ("swiglu", 100, "narrow"): Tile(64, 32, 32, 8, 2),
-    ("dropout", 100, "large"): Tile(128, 128, 64, 8, 4, 4),
-    ("wgrad_wide", 100, "large"): Tile(128, 128, 64, 8, 4, 2),
-    ("swiglu", 100, "large"): Tile(128, 128, 64, 8, 3),
-    ("swiglu", 100, "deep"): Tile(128, 128, 64, 8, 3),
-}
-MEASURED = measured("linear", Tile)
-# Multiprocessors of A100, H100/H200, B200: where the card is not at hand, and for shape classes and splits, which
-# must be the same on every card of an arch.
-MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
-# K is split into parts of at least this many blocks (derived: a pipeline of 4 stages fills and drains in 8).
-_MIN_STEPS = 8
-_MAX_SPLITS = 16
-# M or N up to which a tile of 16 serves: above, tiles of 64 waste less than they reread (derived).
-_FEW = 32
+# What a launch depends on of a tensor: (shape, strides, dtype, whether 16 bytes divide its address).
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]
 # Rows and columns of a program of the second stage: 8 elements a thread of 4 warps (derived).
 _FINISH_ROWS, _FINISH_COLS = 4, 256
 
-# (op, arch) -> the largest K for which Triton multiplies large 16-bit shapes on a card; above it, and where there is
-# no row, torch (cuBLAS) does, with the epilogue in passes of its own. Derived: an epilogue saves b bytes of traffic
-# per output, b / bandwidth seconds; a Triton product is taken to be 10 % slower than cuBLAS, 0.2 K / rate seconds per
-# output. b: 4 (epilogue, dropout), 6 (swiglu: gate and up read, out not read again), 4 (slope), 8 (wgrad into fp32).
-# Rates 270, 700, 1500 TFLOP/s and 1.7, 4.0, 7.0 TB/s.
-TRITON_UP_TO: dict[tuple[str, int], int] = {
-    ("epilogue", 80): 3072,
-    ("dropout", 80): 3072,
-    ("swiglu", 80): 4608,
-    ("slope", 80): 3072,
-    ("wgrad_wide", 80): 6144,
-    ("epilogue", 90): 3584,
-    ("dropout", 90): 3584,
-    ("swiglu", 90): 5120,
-    ("slope", 90): 3584,
-    ("wgrad_wide", 90): 7168,
-    ("epilogue", 100): 4096,
-    ("dropout", 100): 4096,
-    ("swiglu", 100): 6144,
-    ("slope", 100): 4096,
-    ("wgrad_wide", 100): 8192,
-}
-
 
 class Epilogue(NamedTuple):
-    """What follows the product, in this order; `pre` is written with `keep_pre`, read with a `slope`.
+    """What follows the product, in this order; `pre` (contiguous) is written with `keep_pre`, read with a `slope`.
 
     activation and slope are codes of activations.ACTIVATIONS; mask is (rng, p, sample_offset, row_offset, col_offset)
-    of dropout over [B, num_tokens, N] with col_offset a multiple of 4; with `accumulate` out and sums are added to.
+    of dropout over [B, num_tokens, N]; with `accumulate` out and sums are added to. tf32: None is torch's setting.
     """
 
     bias: torch.Tensor | None = None
@@ -123,110 +47,162 @@ class Epilogue(NamedTuple):
     residual: torch.Tensor | None = None
     accumulate: bool = False
     sums: torch.Tensor | None = None  # [M], the sums of a's rows
-
-
-class Plan(NamedTuple):
-    """How one product is launched."""
-
-    arch: int
-    tile: Tile
-    num_splits: int
+    tf32: bool | None = None
 
 
 def _ceil(x: int, y: int) -> int:
     return -(-x // y)  # triton's cdiv costs microseconds on the host
 
 
-@functools.lru_cache(1024)
-def shape_class(num_rows: int, num_cols: int, num_inner: int, element_bytes: int, arch: int) -> str:
-    """The class of a product: see TILES."""
-    if element_bytes > 2:
-        return "wide"
-    if num_rows <= _FEW:
-        return "few_rows"
-    if num_cols <= _FEW:
-        return "few_cols"
-    if _ceil(num_rows, 128) * _ceil(num_cols, 128) >= MULTIPROCESSORS[arch]:
-        return "large"
-    return "deep" if num_inner >= 2 * _MIN_STEPS * 64 else "small"
+def layout_of(x: torch.Tensor) -> Layout:
+    """What `x` tells a launch."""
+    return x.shape, x.stride(), x.dtype, x.data_ptr() & 15 == 0
 
 
-@functools.lru_cache(1024)
-def splits_of(tile: Tile, num_rows: int, num_cols: int, num_inner: int, arch: int) -> int:
-    """Parts of K: as many as fill the card once, a power of two, none shorter than _MIN_STEPS blocks."""
-    num_tiles = _ceil(num_rows, tile.block_row) * _ceil(num_cols, tile.block_col)
-    steps = _ceil(num_inner, tile.block_inner)
-    wanted = min(MULTIPROCESSORS[arch] // max(1, num_tiles), steps // _MIN_STEPS, _MAX_SPLITS)
-    return 1 << max(0, wanted.bit_length() - 1)
+@functools.lru_cache(4096)
+def _kind_of(op: str, a: Layout, b: Layout, arch: int) -> str:
+    (num_rows, num_inner), num_cols = a[0], b[0][0]
+    if not (_fits(a, 90) and _fits(b, 90)):  # on sm_80 too: 16-byte copies need the same
+        return "narrow"
+    return shape_class(num_rows, num_cols // 2 if op == "swiglu" else num_cols, num_inner, a[2].itemsize, arch)
 
 
 def plan(op: str, a: torch.Tensor, b: torch.Tensor, arch: int | None = None) -> Plan:
-    """The plan of the tables for a[M, K] and b[N, K]; swiglu never splits."""
-    arch = arch_of(a) if arch is None else arch
-    num_rows, num_inner = a.shape
-    num_cols = b.shape[0] // 2 if op == "swiglu" else b.shape[0]
-    kind = shape_class(num_rows, num_cols, num_inner, a.element_size(), arch)
-    if not (fits_descriptor(a, 90) and fits_descriptor(b, 90)):  # on sm_80 too: 16-byte copies need the same
-        kind = "narrow"
+    """The plan of the tables for a[M, K] and b[N, K]; the gated forms never split."""
+    return _plan(op, layout_of(a), layout_of(b), arch_of(a) if arch is None else arch)
+
+
+def _plan(op: str, a: Layout, b: Layout, arch: int) -> Plan:
+    kind = _kind_of(op, a, b, arch)
     tile = MEASURED.get((op, arch, kind)) or TILES.get((op, arch, kind)) or TILES["any", arch, kind]
-    return Plan(arch, tile, 1 if op == "swiglu" else splits_of(tile, num_rows, num_cols, num_inner, arch))
+    gated = op in ("swiglu", "gated_slope")
+    return Plan(arch, tile, 1 if gated else splits_of(tile, a[0][0], b[0][0], a[0][1], arch))
 
 
-def triton_multiplies(op: str, a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the tables give this product on a card to Triton; the interpreter always does."""
+def triton_multiplies(op: str, a: torch.Tensor, b: torch.Tensor, tf32: bool | None = None) -> bool:
+    """Whether the tables give this product on a card to Triton; the interpreter always does.
+
+    So does another choice of tf32 than torch's own, which only Triton takes per call.
+    """
     if INTERPRETED:
+        return True
+    if a.dtype is torch.float32 and tf32 is not None and tf32 != (_torch_precision() == "tf32"):
         return True
     arch = arch_of(a)
     limit = TRITON_UP_TO.get((op, arch), 0)
-    kind = shape_class(a.shape[0], b.shape[0], a.shape[1], a.element_size(), arch)
-    if limit == 0 or kind == "wide" or (kind == "large" and a.shape[1] > limit):
+    return limit > 0 and _within(limit, layout_of(a), layout_of(b), arch)
+
+
+@functools.lru_cache(4096)
+def _within(limit: int, a: Layout, b: Layout, arch: int) -> bool:
+    kind = shape_class(a[0][0], b[0][0], a[0][1], a[2].itemsize, arch)
+    if kind == "wide" or (kind == "large" and a[0][1] > limit):
         return False
     # Below "large", launches and traffic bind: one fused launch for two or three. "narrow" is torch's.
-    return fits_descriptor(a, 90) and fits_descriptor(b, 90)
+    return _fits(a, 90) and _fits(b, 90)
 
 
-def precision(dtype: torch.dtype) -> str:
-    """How fp32 operands are multiplied: tf32 only where torch was told so."""
-    return "tf32" if dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+def _torch_precision() -> str:
+    found: str = torch.backends.cuda.matmul.fp32_precision
+    return found
 
 
-def _inner_first(x: torch.Tensor) -> bool:
-    """Whether dim 1 of x is the one of unit stride (where both or neither is, dim 1)."""
-    return x.stride(1) == 1 or x.stride(0) != 1
+def precision(dtype: torch.dtype, tf32: bool | None = None) -> str:
+    """How fp32 operands are multiplied: as `tf32` says, else tf32 only where torch was told so."""
+    if dtype is not torch.float32:
+        return "ieee"
+    return "tf32" if (_torch_precision() == "tf32" if tf32 is None else tf32) else "ieee"
+
+
+def _inner_first(x: Layout) -> bool:
+    """Whether dim 1 is the one of unit stride (where both or neither is, dim 1)."""
+    return x[1][1] == 1 or x[1][0] != 1
 
 
 def fits_descriptor(x: torch.Tensor, arch: int) -> bool:
     """Whether TMA can read or write the matrix x: aligned to 16 bytes, one unit stride, sizes of 31 bits."""
-    if arch < 90 or min(x.shape) == 0 or max(x.shape) >= 1 << 31:
+    return _fits(layout_of(x), arch)
+
+
+def _fits(x: Layout, arch: int) -> bool:
+    shape, strides, dtype, aligned = x
+    if arch < 90 or not aligned or min(shape) == 0 or max(shape) >= 1 << 31:
         return False
     inner = 1 if _inner_first(x) else 0
-    pitch = x.stride(1 - inner)
+    pitch_bytes = strides[1 - inner] * dtype.itemsize
     return (
-        x.stride(inner) == 1
-        and pitch >= x.shape[inner]
-        and pitch * x.element_size() % 16 == 0
-        and pitch * x.element_size() < 1 << 40
-        and (x.is_meta or x.data_ptr() % 16 == 0)
+        strides[inner] == 1 and strides[1 - inner] >= shape[inner] and pitch_bytes % 16 == 0 and pitch_bytes < 1 << 40
     )
 
 
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    found: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return found
+
+
 def _num_programs(x: torch.Tensor, arch: int, num_jobs: int) -> int:
-    if not x.is_cuda:
-        return min(num_jobs, MULTIPROCESSORS[arch])
-    return min(num_jobs, torch.cuda.get_device_properties(x.device).multi_processor_count)
+    return min(num_jobs, _multiprocessors(x.device) if x.is_cuda else MULTIPROCESSORS[arch])
 
 
-def _switches(extra: Epilogue) -> dict[str, Any]:
-    return {
-        "BIAS": extra.bias is not None,
-        "ACTIVATION": extra.activation,
-        "KEEP_PRE": extra.keep_pre,
-        "SLOPE": extra.slope,
-        "DROPOUT": extra.mask is not None,
-        "RESIDUAL": extra.residual is not None,
-        "ACCUMULATE": extra.accumulate,
-        "SUMS": extra.sums is not None,
+class _Frame(NamedTuple):
+    """What all products of one kind share: constants and sizes of both stages, and how many tiles there are."""
+
+    num_jobs: int
+    constants: dict[str, Any]
+    sizes: tuple[int, ...]
+    finish_constants: dict[str, Any]
+    finish_sizes: tuple[int, ...]
+    finish_grid: tuple[int, int]
+
+
+# (bias, activation, keep_pre, slope, dropout, the row stride of a residual or None, accumulate, sums)
+_Switches = tuple[bool, int, bool, int, bool, int | None, bool, bool]
+
+
+@functools.lru_cache(4096)
+def _frame(a: Layout, b: Layout, out: Layout, chosen: _Switches, how: Plan, precision: str) -> _Frame:
+    (num_rows, num_inner), num_cols = a[0], b[0][0]
+    tile, num_splits, split = how.tile, how.num_splits, how.num_splits > 1
+    tiles_row, tiles_col = _ceil(num_rows, tile.block_row), _ceil(num_cols, tile.block_col)
+    bias, activation, keep_pre, slope, dropout, residual, accumulate, sums = chosen
+    shared = {
+        "COMPUTE": triton_dtype(a[2]),
+        "BIAS": bias,
+        "ACTIVATION": activation,
+        "KEEP_PRE": keep_pre,
+        "SLOPE": slope,
+        "DROPOUT": dropout,
+        "RESIDUAL": residual is not None,
+        "ACCUMULATE": accumulate,
+        "SUMS": sums,
     }
+    descriptors = _fits(a, how.arch) and _fits(b, how.arch)
+    constants = shared | {
+        "A_INNER": _inner_first(a),
+        "B_INNER": _inner_first(b),
+        "DESCRIPTORS": descriptors,
+        "STORE_DESCRIPTOR": descriptors and not split and _fits(out, how.arch) and out[1][1] == 1,
+        "PRECISION": precision,
+        "SPLIT": split,
+        "PARTS": tile.parts,
+        # One loop over tiles and K overlaps a tile's epilogue with the loads of the next; needs a range of K.
+        "FLATTEN": descriptors and not split and not sums and num_inner > 0,
+        "BLOCK_ROW": tile.block_row,
+        "BLOCK_COL": tile.block_col,
+        "BLOCK_INNER": tile.block_inner,
+        "GROUP": tile.group,
+    }
+    strides = (out[1][0], num_cols, num_cols if residual is None else residual)
+    steps = _ceil(_ceil(num_inner, tile.block_inner), num_splits)
+    return _Frame(
+        tiles_row * tiles_col * num_splits,
+        constants,
+        (num_rows, num_cols, num_inner, *a[1], *b[1], *strides, num_splits, steps),
+        shared | {"BLOCK_ROW": _FINISH_ROWS, "BLOCK_COL": _FINISH_COLS},
+        (num_rows, num_cols, *strides, num_splits),
+        (_ceil(num_rows, _FINISH_ROWS), _ceil(num_cols, _FINISH_COLS)),
+    )
 
 
 def _randomness(extra: Epilogue) -> tuple[Any, ...]:
@@ -241,98 +217,119 @@ def product_launches(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, extra: Epilogue, how: Plan
 ) -> list[Launch]:  # fmt: skip
     """out[M, N] (unit stride in N) = epilogue(a[M, K] b[N, K]^T), a and b of any strides: one launch or two."""
-    assert out.stride(1) == 1 or out.shape[1] == 1, f"out has strides {out.stride()}"
-    num_rows, num_inner = a.shape
-    num_cols = b.shape[0]
-    tile, num_splits = how.tile, how.num_splits
-    num_jobs = _ceil(num_rows, tile.block_row) * _ceil(num_cols, tile.block_col) * num_splits
-    steps = _ceil(_ceil(num_inner, tile.block_inner), num_splits)
-    split = num_splits > 1
-    target, sums = out, extra.sums
-    if split:
-        dtype = compute_dtype(a.dtype)
-        target = torch.empty(num_splits, num_rows, num_cols, dtype=dtype, device=a.device)
-        sums = None if sums is None else torch.empty(num_splits, num_rows, dtype=dtype, device=a.device)
+    return _product_launches(a, b, out, extra, how, layout_of(a), layout_of(b))
+
+
+def _product_launches(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, extra: Epilogue, how: Plan, of_a: Layout, of_b: Layout
+) -> list[Launch]:  # fmt: skip
+    of_out = layout_of(out)
+    assert of_out[1][1] == 1 or of_out[0][1] == 1, f"out has strides {of_out[1]}"
+    bias, activation, keep_pre, slope, pre, mask, _, residual, accumulate, sums, tf32 = extra
     none = a  # stands for a tensor that a switch leaves unread
-    residual = none if extra.residual is None else rows_of(extra.residual)
-    pre = none if extra.pre is None else extra.pre.view(num_rows, num_cols)
+    if residual is not None:
+        residual = rows_of(residual)
+    chosen = (
+        bias is not None, activation, keep_pre, slope, mask is not None,
+        None if residual is None else residual.stride(0), accumulate, sums is not None,
+    )  # fmt: skip
+    frame = _frame(of_a, of_b, of_out, chosen, how, precision(of_a[2], tf32))
     tensors = (
-        none if extra.bias is None else extra.bias.contiguous(), pre, residual,
-        none if extra.mask is None else extra.mask[0],
+        none if bias is None else bias.contiguous(), none if pre is None else pre,
+        none if residual is None else residual, none if mask is None else mask[0],
     )  # fmt: skip
-    strides = (out.stride(0), pre.stride(0), residual.stride(0))
-    shared = _switches(extra) | {"COMPUTE": triton_dtype(a.dtype)}
-    descriptors = fits_descriptor(a, how.arch) and fits_descriptor(b, how.arch)
-    constants = shared | {
-        "A_INNER": _inner_first(a),
-        "B_INNER": _inner_first(b),
-        "DESCRIPTORS": descriptors,
-        "STORE_DESCRIPTOR": descriptors and not split and fits_descriptor(out, how.arch) and out.stride(1) == 1,
-        "PRECISION": precision(a.dtype),
-        "SPLIT": split,
-        "PARTS": tile.parts,
-        # One loop over tiles and K overlaps a tile's epilogue with the loads of the next; needs a range of K.
-        "FLATTEN": descriptors and not split and extra.sums is None and num_inner > 0,
-        "BLOCK_ROW": tile.block_row,
-        "BLOCK_COL": tile.block_col,
-        "BLOCK_INNER": tile.block_inner,
-        "GROUP": tile.group,
-    }
-    arguments = (
-        a, b, target, *tensors, none if sums is None else sums, num_rows, num_cols, num_inner,
-        *a.stride(), *b.stride(), *strides, num_splits, steps, *_randomness(extra),
-    )  # fmt: skip
-    grid = (_num_programs(a, how.arch, num_jobs),)
-    launches = [Launch(matmul_kernel, grid, arguments, constants, tile.num_warps, tile.num_stages)]
-    if split:
-        launches.append(_finish_launch(target, sums, out, tensors, strides, extra, shared))
+    random = _randomness(extra)
+    target, target_sums = out, none if sums is None else sums
+    if how.num_splits > 1:
+        dtype, shape = compute_dtype(of_a[2]), (how.num_splits, *of_out[0])
+        target = torch.empty(shape, dtype=dtype, device=a.device)
+        target_sums = none if sums is None else torch.empty(shape[:2], dtype=dtype, device=a.device)
+    launches = [
+        Launch(
+            matmul_kernel,
+            (_num_programs(a, how.arch, frame.num_jobs),),
+            (a, b, target, *tensors, target_sums, *frame.sizes, *random),
+            frame.constants,
+            how.tile.num_warps,
+            how.tile.num_stages,
+        )
+    ]
+    if how.num_splits > 1:
+        last = target if sums is None else sums
+        arguments = (target, target_sums, out, *tensors, last, *frame.finish_sizes, *random)
+        launches.append(Launch(finish_kernel, frame.finish_grid, arguments, frame.finish_constants))
     return launches
 
 
-def _finish_launch(
-    partial: torch.Tensor, partial_sums: torch.Tensor | None, out: torch.Tensor, tensors: tuple[torch.Tensor, ...],
-    strides: tuple[int, ...], extra: Epilogue, shared: dict[str, Any],
-) -> Launch:  # fmt: skip
-    num_splits, num_rows, num_cols = partial.shape
-    arguments = (
-        partial, partial if partial_sums is None else partial_sums, out, *tensors,
-        partial if extra.sums is None else extra.sums, num_rows, num_cols, *strides, num_splits, *_randomness(extra),
-    )  # fmt: skip
-    constants = shared | {"BLOCK_ROW": _FINISH_ROWS, "BLOCK_COL": _FINISH_COLS}
-    grid = (_ceil(num_rows, _FINISH_ROWS), _ceil(num_cols, _FINISH_COLS))
-    return Launch(finish_kernel, grid, arguments, constants)
-
-
-def swiglu_launch(
-    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, gate_up: torch.Tensor | None, how: Plan
-) -> Launch:
-    """out[M, F] and, if given, gate_up[M, 2F], both contiguous, from x[M, K] and weight[2F, K] of any strides."""
-    num_rows, num_inner = x.shape
-    num_cols = out.shape[1]
+@functools.lru_cache(1024)
+def _gated_frame(a: Layout, b: Layout, out: Layout, num_cols: int, how: Plan) -> tuple[int, dict[str, Any]]:
+    """(number of tiles, the constants that the gated kernels share)."""
     tile = how.tile
-    num_jobs = _ceil(num_rows, tile.block_row) * _ceil(num_cols, tile.block_col)
-    descriptors = fits_descriptor(x, how.arch) and fits_descriptor(weight, how.arch)
-    # Where the rows are the contiguous dim, up begins F elements into it, which must be a multiple of 16 bytes.
-    descriptors = descriptors and (_inner_first(weight) or num_cols * weight.element_size() % 16 == 0)
+    descriptors = _fits(a, how.arch) and _fits(b, how.arch)
+    # Where the rows are the contiguous dim, the second half begins F elements into it: a multiple of 16 bytes.
+    whole = num_cols * b[2].itemsize % 16 == 0
     constants = {
-        "DESCRIPTORS": descriptors,
-        "STORE_DESCRIPTOR": descriptors and fits_descriptor(out, how.arch),
-        "X_INNER": _inner_first(x),
-        "WEIGHT_INNER": _inner_first(weight),
-        "PRECISION": precision(x.dtype),
-        "COMPUTE": triton_dtype(x.dtype),
-        "KEEP_PRE": gate_up is not None,
+        "DESCRIPTORS": descriptors and (_inner_first(b) or whole),
+        "STORE_DESCRIPTOR": descriptors and (_inner_first(b) or whole) and _fits(out, how.arch),
+        "COMPUTE": triton_dtype(a[2]),
         "BLOCK_ROW": tile.block_row,
         "BLOCK_COL": tile.block_col,
         "BLOCK_INNER": tile.block_inner,
         "GROUP": tile.group,
     }
+    return _ceil(a[0][0], tile.block_row) * _ceil(num_cols, tile.block_col), constants
+
+
+def swiglu_launch(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, gate_up: torch.Tensor | None, how: Plan,
+    tf32: bool | None = None,
+) -> Launch:  # fmt: skip
+    """out[M, F] and, if given, gate_up[M, 2F], both contiguous, from x[M, K] and weight[2F, K] of any strides."""
+    of_x, of_weight = layout_of(x), layout_of(weight)
+    num_cols, tile = out.shape[1], how.tile
+    num_jobs, shared = _gated_frame(of_x, of_weight, layout_of(out), num_cols, how)
+    constants = {
+        **shared,
+        "X_INNER": _inner_first(of_x),
+        "WEIGHT_INNER": _inner_first(of_weight),
+        "PRECISION": precision(of_x[2], tf32),
+        "KEEP_PRE": gate_up is not None,
+    }
     arguments = (
-        x, weight, out, out if gate_up is None else gate_up, num_rows, num_cols, num_inner,
-        *x.stride(), *weight.stride(),
+        x, weight, out, out if gate_up is None else gate_up, *of_x[0][:1], num_cols, of_x[0][1], *of_x[1],
+        *of_weight[1],
     )  # fmt: skip
     grid = (_num_programs(x, how.arch, num_jobs),)
     return Launch(swiglu_kernel, grid, arguments, constants, tile.num_warps, tile.num_stages)
+
+
+def gated_grad_launch(
+    dout: torch.Tensor, weight: torch.Tensor, gate_up: torch.Tensor, form: int, grad: torch.Tensor,
+    hidden: torch.Tensor | None, how: Plan, tf32: bool | None = None,
+) -> Launch:  # fmt: skip
+    """grad[M, 2F] and, if given, hidden[M, F] (all contiguous) from dout[M, K], weight[F, K] and gate_up[M, 2F].
+
+    form is a code of gated.FORMS. What is not stored is the product, the gradient of hidden.
+    """
+    of_dout, of_weight = layout_of(dout), layout_of(weight)
+    num_cols, tile = of_weight[0][0], how.tile
+    num_jobs, shared = _gated_frame(of_dout, of_weight, layout_of(grad), num_cols, how)
+    constants = {
+        **shared,
+        "DOUT_INNER": _inner_first(of_dout),
+        "WEIGHT_INNER": _inner_first(of_weight),
+        "PRECISION": precision(of_dout[2], tf32),
+        "FORM": form,
+        "KEEP_HIDDEN": hidden is not None,
+        "PARTS": tile.parts,
+    }
+    del constants["STORE_DESCRIPTOR"]
+    arguments = (
+        dout, weight, gate_up, grad, grad if hidden is None else hidden, *of_dout[0][:1], num_cols, of_dout[0][1],
+        *of_dout[1], *of_weight[1],
+    )  # fmt: skip
+    grid = (_num_programs(dout, how.arch, num_jobs),)
+    return Launch(gated_grad_kernel, grid, arguments, constants, tile.num_warps, tile.num_stages)
 
 
 def product(
@@ -340,13 +337,27 @@ def product(
 ) -> None:
     """`product_launches` by the tables, run; nothing for an empty out."""
     if out.numel():
-        run_launches(product_launches(a, b, out, extra, plan(op, a, b) if how is None else how))
+        of_a, of_b = layout_of(a), layout_of(b)
+        chosen = _plan(op, of_a, of_b, arch_of(a)) if how is None else how
+        run_launches(_product_launches(a, b, out, extra, chosen, of_a, of_b))
     elif extra.sums is not None and extra.sums.numel():  # no columns: the sums alone
         total = a.to(compute_dtype(a.dtype)).sum(1)
         extra.sums.add_(total) if extra.accumulate else extra.sums.copy_(total)
 
 
-def swiglu(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, gate_up: torch.Tensor | None) -> None:
+def swiglu(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, gate_up: torch.Tensor | None, tf32: bool | None = None
+) -> None:
     """`swiglu_launch` by the tables, run; nothing for an empty out."""
     if out.numel():
-        run_launches([swiglu_launch(x, weight, out, gate_up, plan("swiglu", x, weight))])
+        run_launches([swiglu_launch(x, weight, out, gate_up, plan("swiglu", x, weight), tf32)])
+
+
+def gated_grad(
+    dout: torch.Tensor, weight: torch.Tensor, gate_up: torch.Tensor, form: int, grad: torch.Tensor,
+    hidden: torch.Tensor | None, tf32: bool | None = None,
+) -> None:  # fmt: skip
+    """`gated_grad_launch` by the tables, run; nothing for an empty grad."""
+    if grad.numel():
+        how = plan("gated_slope", dout, weight)
+        run_launches([gated_grad_launch(dout, weight, gate_up, form, grad, hidden, how, tf32)])

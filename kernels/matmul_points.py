@@ -12,7 +12,7 @@ import torch
 from plait.kernels import activations
 from plait.kernels.inspect import meta, parse_arch
 from plait.kernels.launch import Launch
-from plait.kernels.matmul_launch import Epilogue, plan, product_launches, swiglu_launch
+from plait.kernels.matmul_launch import Epilogue, gated_grad_launch, plan, product_launches, swiglu_launch
 
 _TOKENS, _MODEL, _FFN, _SHARD = 8192, 4096, 14336, 512
 # The most that one launch does at once: the registers that each tile must fit.
@@ -61,6 +61,13 @@ def _gated(arch: str = "sm_90") -> Launch:
     return swiglu_launch(x, weight, meta(_TOKENS, _FFN), gate_up, plan("swiglu", x, weight, parse_arch(arch)))
 
 
+def _gated_slope(form: int, arch: str = "sm_90") -> Launch:
+    """The gradient of gate and up from the down projection's, hidden made again; weight lies as forward reads it."""
+    dout, weight, gate_up = meta(_TOKENS, _MODEL), meta(_MODEL, _FFN).t(), meta(_TOKENS, 2 * _FFN)
+    how = plan("gated_slope", dout, weight, parse_arch(arch))
+    return gated_grad_launch(dout, weight, gate_up, form, gate_up, meta(_TOKENS, _FFN), how)
+
+
 def _activation(arch: str = "sm_90") -> Launch:
     x, mask = meta(_TOKENS, _MODEL), (meta(2, dtype=torch.int64), 0.1, 0, 0, 0)
     return activations.backward_launch(x, x, _SILU, mask, x, meta(64, _MODEL, dtype=torch.float32))
@@ -75,6 +82,9 @@ def points() -> dict[str, Callable[..., Launch]]:
         "linear.swiglu": _gated,
         "linear.dgrad": partial(_plain, "dgrad"),
         "linear.dgrad.slope": _slope,
+        "linear.dgrad.gated": partial(_gated_slope, 0),
+        "linear.dgrad.gated.gelu": partial(_gated_slope, 1),
+        "linear.dgrad.gated.gelu_tanh": partial(_gated_slope, 2),
         "linear.wgrad": partial(_plain, "wgrad"),
         "linear.wgrad.main": _wgrad_wide,
         "linear.few_rows": partial(_forward, 16, False),

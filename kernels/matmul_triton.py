@@ -1,4 +1,4 @@
-"""Triton: out[M, N] = epilogue(a[M, K] b[N, K]^T), the gated form, and the second stage of a split K. See matmul.py.
+"""Triton: out[M, N] = epilogue(a[M, K] b[N, K]^T), and the second stage of a split K. See matmul.py.
 
 One persistent program walks tiles in groups of GROUP rows of tiles, so that neighbours in time share operands in L2.
 Operands may lie either way round: A_INNER says that K is the unit stride of a (x and dout in forward and dgrad), else
@@ -12,7 +12,7 @@ The epilogue, in this order: + bias, keep pre, activation, * activation'(pre), d
 import triton
 import triton.language as tl
 
-from plait.kernels.activations import activated, keep_rows, sigmoid, slope
+from plait.kernels.activations import activated, keep_rows, slope
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def load_operand(
 
 
 @triton.jit
-def _product(
+def product_of(
     a, b, first_row, first_col, low, high, num_rows, num_cols, num_inner,
     stride_a_row, stride_a_inner, stride_b_col, stride_b_inner,
     A_INNER: tl.constexpr, B_INNER: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
@@ -94,7 +94,7 @@ def _product(
 
 
 @triton.jit
-def _block(base_ptr, first_row, first_col, stride_row, BLOCK_ROW: tl.constexpr, BLOCK_COL: tl.constexpr):
+def block_of(base_ptr, first_row, first_col, stride_row, BLOCK_ROW: tl.constexpr, BLOCK_COL: tl.constexpr):
     """Pointers of a tile whose columns are contiguous."""
     rows = tl.arange(0, BLOCK_ROW).to(tl.int64)
     start = base_ptr + tl.cast(first_row, tl.int64) * stride_row + first_col
@@ -115,11 +115,11 @@ def epilogue(
     if BIAS:
         acc += tl.load(bias_ptr + cols, mask=cols < num_cols, other=0.0).to(acc.dtype)[None, :]
     if KEEP_PRE:
-        pre_ptrs = _block(pre_ptr, first_row, first_col, stride_pre_row, BLOCK_ROW, BLOCK_COL)
+        pre_ptrs = block_of(pre_ptr, first_row, first_col, stride_pre_row, BLOCK_ROW, BLOCK_COL)
         tl.store(pre_ptrs, acc.to(pre_ptr.dtype.element_ty), mask=mask)
     acc = activated(acc, ACTIVATION)
     if SLOPE != 0:
-        pre_ptrs = _block(pre_ptr, first_row, first_col, stride_pre_row, BLOCK_ROW, BLOCK_COL)
+        pre_ptrs = block_of(pre_ptr, first_row, first_col, stride_pre_row, BLOCK_ROW, BLOCK_COL)
         acc *= slope(tl.load(pre_ptrs, mask=mask, other=0.0).to(acc.dtype), SLOPE)
     if DROPOUT:
         keep = keep_rows(
@@ -128,10 +128,10 @@ def epilogue(
         )  # fmt: skip
         acc = tl.where(keep, acc * keep_scale, 0.0)
     if RESIDUAL:
-        residual_ptrs = _block(residual_ptr, first_row, first_col, stride_residual_row, BLOCK_ROW, BLOCK_COL)
+        residual_ptrs = block_of(residual_ptr, first_row, first_col, stride_residual_row, BLOCK_ROW, BLOCK_COL)
         acc += tl.load(residual_ptrs, mask=mask, other=0.0).to(acc.dtype)
     if ACCUMULATE:
-        out_ptrs = _block(out_ptr, first_row, first_col, stride_out_row, BLOCK_ROW, BLOCK_COL)
+        out_ptrs = block_of(out_ptr, first_row, first_col, stride_out_row, BLOCK_ROW, BLOCK_COL)
         acc += tl.load(out_ptrs, mask=mask, other=0.0).to(acc.dtype)
     return acc
 
@@ -147,11 +147,11 @@ def store_tile(
     else:
         rows = first_row + tl.arange(0, BLOCK_ROW)
         mask = (rows < num_rows)[:, None] & (first_col + tl.arange(0, BLOCK_COL) < num_cols)[None, :]
-        tl.store(_block(out_ptr, first_row, first_col, stride_row, BLOCK_ROW, BLOCK_COL), value, mask=mask)
+        tl.store(block_of(out_ptr, first_row, first_col, stride_row, BLOCK_ROW, BLOCK_COL), value, mask=mask)
 
 
 @triton.jit
-def _halves(x):
+def halves_of(x):
     """The left and right half of the columns."""
     rows: tl.constexpr = x.shape[0]
     cols: tl.constexpr = x.shape[1]
@@ -222,7 +222,7 @@ def matmul_kernel(
             high = tl.minimum(low + steps * BLOCK_INNER, num_inner)
         if SUMS:
             if tile_col == 0:
-                acc, sums = _product(
+                acc, sums = product_of(
                     a, b, first_row, first_col, low, high, num_rows, num_cols, num_inner,
                     stride_a_row, stride_a_inner, stride_b_col, stride_b_inner,
                     A_INNER, B_INNER, DESCRIPTORS, PRECISION, COMPUTE, True, BLOCK_ROW, BLOCK_COL, BLOCK_INNER,
@@ -231,13 +231,13 @@ def matmul_kernel(
                     sums_ptr + split * num_rows, sums, first_row, num_rows, ACCUMULATE and not SPLIT, BLOCK_ROW
                 )
             else:
-                acc, _ = _product(
+                acc, _ = product_of(
                     a, b, first_row, first_col, low, high, num_rows, num_cols, num_inner,
                     stride_a_row, stride_a_inner, stride_b_col, stride_b_inner,
                     A_INNER, B_INNER, DESCRIPTORS, PRECISION, COMPUTE, False, BLOCK_ROW, BLOCK_COL, BLOCK_INNER,
                 )  # fmt: skip
         else:
-            acc, _ = _product(
+            acc, _ = product_of(
                 a, b, first_row, first_col, low, high, num_rows, num_cols, num_inner,
                 stride_a_row, stride_a_inner, stride_b_col, stride_b_inner,
                 A_INNER, B_INNER, DESCRIPTORS, PRECISION, COMPUTE, False, BLOCK_ROW, BLOCK_COL, BLOCK_INNER,
@@ -251,10 +251,10 @@ def matmul_kernel(
             # In parts of BLOCK_COL / PARTS columns: the registers of one part at a time.
             parts = (acc,)
             if PARTS == 2:
-                parts = _halves(acc)
+                parts = halves_of(acc)
             elif PARTS == 4:
-                left, right = _halves(acc)
-                parts = _halves(left) + _halves(right)
+                left, right = halves_of(acc)
+                parts = halves_of(left) + halves_of(right)
             for i in tl.static_range(PARTS):
                 _finish_part(
                     parts[i], out, first_row, first_col + i * (BLOCK_COL // PARTS), num_rows, num_cols, bias_ptr,
@@ -279,7 +279,7 @@ def finish_kernel(
     rows = first_row + tl.arange(0, BLOCK_ROW)
     cols = first_col + tl.arange(0, BLOCK_COL)
     mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
-    ptrs = _block(partial_ptr, first_row, first_col, num_cols, BLOCK_ROW, BLOCK_COL)
+    ptrs = block_of(partial_ptr, first_row, first_col, num_cols, BLOCK_ROW, BLOCK_COL)
     slice_size = (tl.zeros((), tl.int64) + num_rows) * num_cols
     acc = tl.zeros([BLOCK_ROW, BLOCK_COL], COMPUTE)
     for split in range(num_splits):
@@ -299,59 +299,3 @@ def finish_kernel(
             for split in range(num_splits):
                 sums += tl.load(partial_sums_ptr + split * num_rows + rows, mask=rows < num_rows, other=0.0)
             store_sums(sums_ptr, sums, first_row, num_rows, ACCUMULATE, BLOCK_ROW)
-
-
-@triton.jit
-def swiglu_kernel(
-    x_ptr, weight_ptr, out_ptr, gate_up_ptr, num_rows, num_cols, num_inner, stride_x_row, stride_x_inner,
-    stride_weight_row, stride_weight_inner,
-    DESCRIPTORS: tl.constexpr, STORE_DESCRIPTOR: tl.constexpr, X_INNER: tl.constexpr, WEIGHT_INNER: tl.constexpr,
-    PRECISION: tl.constexpr, COMPUTE: tl.constexpr, KEEP_PRE: tl.constexpr,
-    BLOCK_ROW: tl.constexpr, BLOCK_COL: tl.constexpr, BLOCK_INNER: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """Grid (programs,). out [M, F] and gate_up [M, 2F] are contiguous; num_cols is F, weight has 2F rows."""
-    x_source = operand(
-        x_ptr, num_rows, num_inner, stride_x_row, stride_x_inner, DESCRIPTORS, X_INNER, BLOCK_ROW, BLOCK_INNER
-    )
-    weight_source = operand(
-        weight_ptr, 2 * num_cols, num_inner, stride_weight_row, stride_weight_inner, DESCRIPTORS, WEIGHT_INNER,
-        BLOCK_COL, BLOCK_INNER,
-    )  # fmt: skip
-    out = operand(out_ptr, num_rows, num_cols, num_cols, 1, STORE_DESCRIPTOR, True, BLOCK_ROW, BLOCK_COL)
-    num_tiles_row = tl.cdiv(num_rows, BLOCK_ROW)
-    num_tiles_col = tl.cdiv(num_cols, BLOCK_COL)
-    for tile in tl.range(tl.program_id(0), num_tiles_row * num_tiles_col, tl.num_programs(0)):
-        tile_row, tile_col = place_of(tile, num_tiles_row, num_tiles_col, GROUP)
-        first_row = tile_row * BLOCK_ROW
-        first_col = tile_col * BLOCK_COL
-        gate = tl.zeros([BLOCK_ROW, BLOCK_COL], COMPUTE)
-        up = tl.zeros([BLOCK_ROW, BLOCK_COL], COMPUTE)
-        for inner in tl.range(0, num_inner, BLOCK_INNER):
-            x = load_operand(
-                x_source, first_row, inner, num_rows, num_inner, stride_x_row, stride_x_inner, DESCRIPTORS, X_INNER,
-                BLOCK_ROW, BLOCK_INNER,
-            )  # fmt: skip
-            # A gate tile may reach into up's rows: those columns of it are not stored.
-            gate_weight = load_operand(
-                weight_source, first_col, inner, 2 * num_cols, num_inner, stride_weight_row, stride_weight_inner,
-                DESCRIPTORS, WEIGHT_INNER, BLOCK_COL, BLOCK_INNER,
-            )  # fmt: skip
-            up_weight = load_operand(
-                weight_source, num_cols + first_col, inner, 2 * num_cols, num_inner, stride_weight_row,
-                stride_weight_inner, DESCRIPTORS, WEIGHT_INNER, BLOCK_COL, BLOCK_INNER,
-            )  # fmt: skip
-            gate = tl.dot(x, gate_weight.T, gate, input_precision=PRECISION, out_dtype=COMPUTE)
-            up = tl.dot(x, up_weight.T, up, input_precision=PRECISION, out_dtype=COMPUTE)
-        if KEEP_PRE:
-            store_tile(
-                out, gate_up_ptr, gate, first_row, first_col, num_rows, num_cols, 2 * num_cols, False,
-                BLOCK_ROW, BLOCK_COL,
-            )  # fmt: skip
-            store_tile(
-                out, gate_up_ptr + num_cols, up, first_row, first_col, num_rows, num_cols, 2 * num_cols, False,
-                BLOCK_ROW, BLOCK_COL,
-            )  # fmt: skip
-        store_tile(
-            out, out_ptr, gate * sigmoid(gate) * up, first_row, first_col, num_rows, num_cols, num_cols,
-            STORE_DESCRIPTOR, BLOCK_ROW, BLOCK_COL,
-        )  # fmt: skip
