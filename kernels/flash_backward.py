@@ -9,22 +9,38 @@ then the left operand of their products as they are.
 import triton
 import triton.language as tl
 
-from plait.kernels.flash_forward import find_tile, keep_tile, key_range, load_rows, score_tile, store_rows, visible
+from plait.kernels.flash_forward import (
+    bound_scores,
+    find_pair,
+    find_tile,
+    keep_tile,
+    key_range,
+    load_rows,
+    load_tile,
+    row_source,
+    store_rows,
+    visible,
+)
 from plait.kernels.philox import philox_load_key
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_tiles", "num_pairs"))
 def attention_delta_kernel(
-    dout_ptr, out_ptr, dlse_ptr, delta_ptr,
+    dout_ptr, out_ptr, lse_ptr, dlse_ptr, delta_ptr, base_ptr,
     stride_dout_batch, stride_dout_token, stride_dout_head, stride_dout_dim,
-    stride_dlse_batch, stride_dlse_head, stride_dlse_token, num_tokens, num_heads,
+    stride_dlse_batch, stride_dlse_head, stride_dlse_token, num_tokens, num_heads, num_tiles, num_pairs,
     HAS_DLSE: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROW: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, heads, batch). out is contiguous [B, T, H, Kv], delta [B, H, T]."""
-    head = tl.program_id(1).to(tl.int64)
-    batch = tl.program_id(2).to(tl.int64)
-    rows = tl.program_id(0) * BLOCK_ROW + tl.arange(0, BLOCK_ROW)
+    """Grid (tiles * heads * batch). out is contiguous [B, T, H, Kv]; lse, delta and base are [B, H, T].
+
+    base is lse in base 2, as the other kernels subtract it. Rows that see nothing get base +inf, so that their
+    probabilities are 0, and delta 0: such a row drops the gradient of its lse whatever it is.
+    """
+    tile, head, batch = find_pair(tl.program_id(0), num_tiles, num_heads, num_pairs, 1)
+    head = head.to(tl.int64)
+    batch = batch.to(tl.int64)
+    rows = tile * BLOCK_ROW + tl.arange(0, BLOCK_ROW)
     dout_ptr += batch * stride_dout_batch + head * stride_dout_head
     out_ptr += (batch * num_tokens * num_heads + head) * VALUE_DIM
     dout = load_rows(dout_ptr, rows, num_tokens, stride_dout_token, stride_dout_dim, VALUE_DIM, BLOCK_VALUE)
@@ -33,30 +49,29 @@ def attention_delta_kernel(
     if HAS_DLSE:
         dlse_ptr += batch * stride_dlse_batch + head * stride_dlse_head
         delta -= tl.load(dlse_ptr + rows.to(tl.int64) * stride_dlse_token, mask=rows < num_tokens, other=0.0)
-    tl.store(delta_ptr + (batch * num_heads + head) * num_tokens + rows, delta, mask=rows < num_tokens)
+    place = (batch * num_heads + head) * num_tokens + rows
+    lse = tl.load(lse_ptr + place, mask=rows < num_tokens, other=0.0)
+    dead = lse == float("-inf")
+    base = tl.where(dead, float("inf"), lse * 1.4426950408889634)
+    tl.store(delta_ptr + place, tl.where(dead, 0.0, delta), mask=rows < num_tokens)
+    tl.store(base_ptr + place, base, mask=rows < num_tokens)
 
 
 @triton.jit
-def load_stats(lse_ptr, delta_ptr, rows, num_rows):
-    """(lse in base 2, delta); +inf and 0 for rows that see nothing or do not exist: their probabilities are 0.
-
-    Such a row drops the gradient of its lse whatever it is.
-    """
+def load_stats(base_ptr, delta_ptr, rows, num_rows):
+    """(base, delta) of rows; 0 past the end, where q and dout are 0 too, so that no product has a share of it."""
     exists = rows < num_rows
-    lse = tl.load(lse_ptr + rows, mask=exists, other=float("-inf"))
-    dead = lse == float("-inf")
-    delta = tl.load(delta_ptr + rows, mask=exists, other=0.0)
-    return tl.where(dead, float("inf"), lse * 1.4426950408889634), tl.where(dead, 0.0, delta)
+    return tl.load(base_ptr + rows, mask=exists, other=0.0), tl.load(delta_ptr + rows, mask=exists, other=0.0)
 
 
 @triton.jit
 def probability_tile(
-    left, right, lse, rows, cols, extent, scales,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, COMPUTE: tl.constexpr,
+    products, base, rows, cols, extent, scales,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """(probabilities, tanh of the softcap or scores) of left right^T; lse, rows and cols broadcast against it."""
-    scores, bounded = score_tile(left, right, scales, SOFTCAP, COMPUTE)
-    p = tl.exp2(scores - lse)
+    """(probabilities, tanh of the softcap or scores) from q k^T; base, rows and cols broadcast against it."""
+    scores, bounded = bound_scores(products, scales[0], scales[1], SOFTCAP)
+    p = tl.exp2(scores - base)
     if MASKED:
         p = tl.where(visible(rows, cols, extent, CAUSAL, WINDOW), p, 0.0)
     return p, bounded
@@ -73,23 +88,23 @@ def score_gradient(p, bounded, dp, delta, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _query_gradient(
-    dq, q, dout, lse, delta, keys, values, rows, extent, low, high, scales, counter, keep_scale,
+    dq, q, dout, base, delta, keys, values, rows, extent, low, high, scales, counter, keep_scale,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_HEAD: tl.constexpr, BLOCK_VALUE: tl.constexpr,
-    BLOCK_COL: tl.constexpr, COMPUTE: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_HEAD: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, BLOCK_COL: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Adds ds k over keys [low, high) to dq (without the scale)."""
-    k_ptr, stride_k_token, stride_k_dim = keys
-    v_ptr, stride_v_token, stride_v_dim = values
+    """Adds ds k over keys [low, high) to dq (without the scale). keys and values are what row_source gives."""
     num_cols = extent[1]
     for first_col in range(low, high, BLOCK_COL):
         cols = first_col + tl.arange(0, BLOCK_COL)
-        k = load_rows(k_ptr, cols, num_cols, stride_k_token, stride_k_dim, HEAD_DIM, BLOCK_HEAD)
-        v = load_rows(v_ptr, cols, num_cols, stride_v_token, stride_v_dim, VALUE_DIM, BLOCK_VALUE)
-        p, bounded = probability_tile(
-            q, k, lse[:, None], rows[:, None], cols[None, :], extent, scales, CAUSAL, WINDOW, SOFTCAP, MASKED, COMPUTE
-        )  # [BLOCK_ROW, BLOCK_COL]
+        k = load_tile(keys, first_col, cols, num_cols, DESCRIPTORS, HEAD_DIM, BLOCK_HEAD)
+        v = load_tile(values, first_col, cols, num_cols, DESCRIPTORS, VALUE_DIM, BLOCK_VALUE)
+        # Both products start before the first is read: the exponentials run beside the second.
+        products = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=COMPUTE)  # [BLOCK_ROW, BLOCK_COL]
         dp = tl.dot(dout, tl.trans(v), input_precision="ieee", out_dtype=COMPUTE)
+        p, bounded = probability_tile(
+            products, base[:, None], rows[:, None], cols[None, :], extent, scales, CAUSAL, WINDOW, SOFTCAP, MASKED
+        )
         if DROPOUT:
             dp = tl.where(keep_tile(counter, rows, first_col, BLOCK_COL), dp * keep_scale, 0.0)
         ds = score_gradient(p, bounded, dp, delta[:, None], SOFTCAP)
@@ -97,24 +112,23 @@ def _query_gradient(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_tiles", "num_pairs", "together"))
 def attention_query_gradient_kernel(
-    dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, rng_ptr, cu_q_ptr, cu_k_ptr, dq_ptr,
+    dout_ptr, q_ptr, k_ptr, v_ptr, base_ptr, delta_ptr, rng_ptr, cu_q_ptr, cu_k_ptr, dq_ptr,
     stride_dout_batch, stride_dout_token, stride_dout_head, stride_dout_dim,
     stride_q_batch, stride_q_token, stride_q_head, stride_q_dim,
     stride_k_batch, stride_k_token, stride_k_head, stride_k_dim,
     stride_v_batch, stride_v_token, stride_v_head, stride_v_dim,
     num_tokens, num_keys, num_heads, group, num_docs, window, scale, pre_scale, post_scale,
-    threshold, keep_scale, head_offset, sample_offset,
+    threshold, keep_scale, head_offset, sample_offset, num_tiles, num_pairs, together,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
     PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_HEAD: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, BLOCK_ROW: tl.constexpr, BLOCK_COL: tl.constexpr, BLOCK_DOCS: tl.constexpr,
-    COMPUTE: tl.constexpr,
+    COMPUTE: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, heads, batch). dq is contiguous [B, T, H, K]."""
-    head = tl.program_id(1)
-    batch = tl.program_id(2)
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    """Grid (tiles * heads * batch). dq is contiguous [B, T, H, K]."""
+    number, head, batch = find_pair(tl.program_id(0), num_tiles, num_heads, num_pairs, together)
+    tile = num_tiles - 1 - number
     first_row, row_start, num_rows, col_start, num_cols = find_tile(
         cu_q_ptr, cu_k_ptr, num_tokens, num_keys, num_docs, tile, PACKED, BLOCK_ROW, BLOCK_DOCS
     )
@@ -134,14 +148,16 @@ def attention_query_gradient_kernel(
         rows = first_row + tl.arange(0, BLOCK_ROW)
         q = load_rows(q_ptr, rows, num_rows, stride_q_token, stride_q_dim, HEAD_DIM, BLOCK_HEAD)
         dout = load_rows(dout_ptr, rows, num_rows, stride_dout_token, stride_dout_dim, VALUE_DIM, BLOCK_VALUE)
-        lse, delta = load_stats(lse_ptr + stats, delta_ptr + stats, rows, num_rows)
+        base, delta = load_stats(base_ptr + stats, delta_ptr + stats, rows, num_rows)
         dq = tl.zeros([BLOCK_ROW, BLOCK_HEAD], COMPUTE)
         key_low, key_high = 0, 0
         if DROPOUT:
             key_low, key_high = philox_load_key(rng_ptr)
         counter = (key_low, key_high, batch + sample_offset, head + head_offset, row_start, threshold)
-        keys = (k_ptr, stride_k_token, stride_k_dim)
-        values = (v_ptr, stride_v_token, stride_v_dim)
+        keys = row_source(k_ptr, num_cols, stride_k_token, stride_k_dim, DESCRIPTORS, HEAD_DIM, BLOCK_COL, BLOCK_HEAD)
+        values = row_source(
+            v_ptr, num_cols, stride_v_token, stride_v_dim, DESCRIPTORS, VALUE_DIM, BLOCK_COL, BLOCK_VALUE
+        )
         extent = (num_rows, num_cols, window)
         scales = (pre_scale, post_scale)
         low, full_low, full_high, high = key_range(
@@ -149,19 +165,19 @@ def attention_query_gradient_kernel(
         )
         if WINDOW:
             dq = _query_gradient(
-                dq, q, dout, lse, delta, keys, values, rows, extent, low, full_low, scales, counter, keep_scale,
-                CAUSAL, WINDOW, SOFTCAP, DROPOUT, True, HEAD_DIM, VALUE_DIM, BLOCK_HEAD, BLOCK_VALUE, BLOCK_COL,
-                COMPUTE,
+                dq, q, dout, base, delta, keys, values, rows, extent, low, full_low, scales, counter, keep_scale,
+                CAUSAL, WINDOW, SOFTCAP, DROPOUT, True, DESCRIPTORS, HEAD_DIM, VALUE_DIM, BLOCK_HEAD, BLOCK_VALUE,
+                BLOCK_COL, COMPUTE,
             )  # fmt: skip
         dq = _query_gradient(
-            dq, q, dout, lse, delta, keys, values, rows, extent, full_low, full_high, scales, counter, keep_scale,
-            CAUSAL, WINDOW, SOFTCAP, DROPOUT, False, HEAD_DIM, VALUE_DIM, BLOCK_HEAD, BLOCK_VALUE, BLOCK_COL,
-            COMPUTE,
+            dq, q, dout, base, delta, keys, values, rows, extent, full_low, full_high, scales, counter, keep_scale,
+            CAUSAL, WINDOW, SOFTCAP, DROPOUT, False, DESCRIPTORS, HEAD_DIM, VALUE_DIM, BLOCK_HEAD, BLOCK_VALUE,
+            BLOCK_COL, COMPUTE,
         )  # fmt: skip
         dq = _query_gradient(
-            dq, q, dout, lse, delta, keys, values, rows, extent, full_high, high, scales, counter, keep_scale,
-            CAUSAL, WINDOW, SOFTCAP, DROPOUT, True, HEAD_DIM, VALUE_DIM, BLOCK_HEAD, BLOCK_VALUE, BLOCK_COL,
-            COMPUTE,
+            dq, q, dout, base, delta, keys, values, rows, extent, full_high, high, scales, counter, keep_scale,
+            CAUSAL, WINDOW, SOFTCAP, DROPOUT, True, DESCRIPTORS, HEAD_DIM, VALUE_DIM, BLOCK_HEAD, BLOCK_VALUE,
+            BLOCK_COL, COMPUTE,
         )  # fmt: skip
         store_rows(dq_ptr, dq * scale, rows, num_rows, num_heads * HEAD_DIM, HEAD_DIM, BLOCK_HEAD)
 
@@ -188,29 +204,29 @@ def row_range(
 def _key_gradient(
     dk, dv, k, v, queries, gradients, stats, cols, first_col, extent, low, high, scales, counter, keep_scale,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_HEAD: tl.constexpr, BLOCK_VALUE: tl.constexpr,
-    BLOCK_ROW: tl.constexpr, BLOCK_COL: tl.constexpr, COMPUTE: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_HEAD: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, BLOCK_ROW: tl.constexpr, BLOCK_COL: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Adds ds^T q (without the scale) and p^T dout over rows [low, high) to dk and dv.
 
-    queries and gradients are (pointer, stride of a token, stride of a channel), stats the pointers to lse and delta.
-    One loop with the mask in every step: apart loops for whole tiles cost registers that this kernel lacks. Rows past
-    the end need no mask, since `load_stats` makes their probabilities 0; keys past the end are not stored.
+    queries and gradients are what row_source gives, stats the pointers to base and delta. One loop with the mask in
+    every step: apart loops for whole tiles cost registers that this kernel lacks (6 spills at head dim 128 on sm_90).
+    Rows past the end need no mask: q and dout are 0 there. Keys past the end are not stored.
     """
-    q_ptr, stride_q_token, stride_q_dim = queries
-    dout_ptr, stride_dout_token, stride_dout_dim = gradients
-    lse_ptr, delta_ptr = stats
+    base_ptr, delta_ptr = stats
     num_rows = extent[0]
     for first_row in range(low, high, BLOCK_ROW):
         rows = first_row + tl.arange(0, BLOCK_ROW)
-        q = load_rows(q_ptr, rows, num_rows, stride_q_token, stride_q_dim, HEAD_DIM, BLOCK_HEAD)
-        dout = load_rows(dout_ptr, rows, num_rows, stride_dout_token, stride_dout_dim, VALUE_DIM, BLOCK_VALUE)
-        lse, delta = load_stats(lse_ptr, delta_ptr, rows, num_rows)
-        p, bounded = probability_tile(
-            k, q, lse[None, :], rows[None, :], cols[:, None], extent, scales,
-            CAUSAL, WINDOW, SOFTCAP, CAUSAL or WINDOW, COMPUTE,
-        )  # [BLOCK_COL, BLOCK_ROW]  # fmt: skip
+        q = load_tile(queries, first_row, rows, num_rows, DESCRIPTORS, HEAD_DIM, BLOCK_HEAD)
+        dout = load_tile(gradients, first_row, rows, num_rows, DESCRIPTORS, VALUE_DIM, BLOCK_VALUE)
+        base, delta = load_stats(base_ptr, delta_ptr, rows, num_rows)
+        # Both products start before the first is read: the exponentials run beside the second.
+        products = tl.dot(k, tl.trans(q), input_precision="ieee", out_dtype=COMPUTE)  # [BLOCK_COL, BLOCK_ROW]
         dp = tl.dot(v, tl.trans(dout), input_precision="ieee", out_dtype=COMPUTE)
+        p, bounded = probability_tile(
+            products, base[None, :], rows[None, :], cols[:, None], extent, scales,
+            CAUSAL, WINDOW, SOFTCAP, CAUSAL or WINDOW,
+        )  # fmt: skip
         dropped = p
         if DROPOUT:
             keep = tl.trans(keep_tile(counter, rows, first_col, BLOCK_COL))
@@ -222,32 +238,31 @@ def _key_gradient(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_tiles", "num_pairs", "together"))
 def attention_key_gradient_kernel(
-    dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, rng_ptr, cu_q_ptr, cu_k_ptr, dk_ptr, dv_ptr,
+    dout_ptr, q_ptr, k_ptr, v_ptr, base_ptr, delta_ptr, rng_ptr, cu_q_ptr, cu_k_ptr, dk_ptr, dv_ptr,
     stride_dout_batch, stride_dout_token, stride_dout_head, stride_dout_dim,
     stride_q_batch, stride_q_token, stride_q_head, stride_q_dim,
     stride_k_batch, stride_k_token, stride_k_head, stride_k_dim,
     stride_v_batch, stride_v_token, stride_v_head, stride_v_dim,
     num_tokens, num_keys, num_heads, group, num_docs, window, scale, pre_scale, post_scale,
-    threshold, keep_scale, head_offset, sample_offset,
+    threshold, keep_scale, head_offset, sample_offset, num_tiles, num_pairs, together,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
     PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_HEAD: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, BLOCK_ROW: tl.constexpr, BLOCK_COL: tl.constexpr, BLOCK_DOCS: tl.constexpr,
-    COMPUTE: tl.constexpr,
+    COMPUTE: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of keys, key heads, batch). dk and dv are contiguous [B, S, KV, K or Kv]."""
-    kv_head = tl.program_id(1)
-    batch = tl.program_id(2)
+    """Grid (tiles of keys * key heads * batch). dk and dv are contiguous [B, S, KV, K or Kv]."""
+    num_kv_heads = num_heads // group
+    tile, kv_head, batch = find_pair(tl.program_id(0), num_tiles, num_kv_heads, num_pairs, together)
     first_col, col_start, num_cols, row_start, num_rows = find_tile(
-        cu_k_ptr, cu_q_ptr, num_keys, num_tokens, num_docs, tl.program_id(0), PACKED, BLOCK_COL, BLOCK_DOCS
+        cu_k_ptr, cu_q_ptr, num_keys, num_tokens, num_docs, tile, PACKED, BLOCK_COL, BLOCK_DOCS
     )
     if first_col < num_cols:
         batch_64 = batch.to(tl.int64)
         kv_64 = kv_head.to(tl.int64)
         row_64 = tl.zeros((), tl.int64) + row_start
         col_64 = tl.zeros((), tl.int64) + col_start
-        num_kv_heads = num_heads // group
         k_ptr += batch_64 * stride_k_batch + kv_64 * stride_k_head + col_64 * stride_k_token
         v_ptr += batch_64 * stride_v_batch + kv_64 * stride_v_head + col_64 * stride_v_token
         place = (batch_64 * num_keys + col_64) * num_kv_heads + kv_64
@@ -260,6 +275,7 @@ def attention_key_gradient_kernel(
         if DROPOUT:
             key_low, key_high = philox_load_key(rng_ptr)
         extent = (num_rows, num_cols, window)
+        scales = (pre_scale, post_scale)
         low, high = row_range(first_col, num_rows, num_cols, window, CAUSAL, WINDOW, BLOCK_ROW, BLOCK_COL)
         for member in range(group):
             head = kv_head * group + member
@@ -267,12 +283,19 @@ def attention_key_gradient_kernel(
             q_head = q_ptr + batch_64 * stride_q_batch + head_64 * stride_q_head + row_64 * stride_q_token
             dout_head = dout_ptr + batch_64 * stride_dout_batch + head_64 * stride_dout_head
             dout_head += row_64 * stride_dout_token
-            stats = (batch_64 * num_heads + head_64) * num_tokens + row_64
+            queries = row_source(
+                q_head, num_rows, stride_q_token, stride_q_dim, DESCRIPTORS, HEAD_DIM, BLOCK_ROW, BLOCK_HEAD
+            )
+            gradients = row_source(
+                dout_head, num_rows, stride_dout_token, stride_dout_dim, DESCRIPTORS, VALUE_DIM, BLOCK_ROW,
+                BLOCK_VALUE,
+            )  # fmt: skip
+            offset = (batch_64 * num_heads + head_64) * num_tokens + row_64
+            stats = (base_ptr + offset, delta_ptr + offset)
             counter = (key_low, key_high, batch + sample_offset, head + head_offset, row_start, threshold)
             dk, dv = _key_gradient(
-                dk, dv, k, v, (q_head, stride_q_token, stride_q_dim), (dout_head, stride_dout_token, stride_dout_dim),
-                (lse_ptr + stats, delta_ptr + stats), cols, first_col, extent, low, high, (pre_scale, post_scale),
-                counter, keep_scale, CAUSAL, WINDOW, SOFTCAP, DROPOUT, HEAD_DIM, VALUE_DIM, BLOCK_HEAD,
+                dk, dv, k, v, queries, gradients, stats, cols, first_col, extent, low, high, scales, counter,
+                keep_scale, CAUSAL, WINDOW, SOFTCAP, DROPOUT, DESCRIPTORS, HEAD_DIM, VALUE_DIM, BLOCK_HEAD,
                 BLOCK_VALUE, BLOCK_ROW, BLOCK_COL, COMPUTE,
             )  # fmt: skip
         store_rows(

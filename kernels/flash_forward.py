@@ -17,6 +17,20 @@ from plait.kernels.philox import philox_keep, philox_load_key
 
 
 @triton.jit
+def find_pair(index, num_tiles, num_heads, num_pairs, together):
+    """(number of the tile, head, batch) of a program: (head, batch) pairs in sections of `together`.
+
+    A section does the first tile of all its pairs, then the second: see flash_order.py. 32-bit: programs are fewer.
+    """
+    section = index // (num_tiles * together)
+    first_pair = section * together
+    width = tl.minimum(together, num_pairs - first_pair)
+    inside = index - first_pair * num_tiles
+    pair = first_pair + inside % width
+    return inside // width, pair % num_heads, pair // num_heads
+
+
+@triton.jit
 def find_tile(
     cu_own_ptr, cu_other_ptr, num_own, num_other, num_docs, tile,
     PACKED: tl.constexpr, BLOCK_OWN: tl.constexpr, BLOCK_DOCS: tl.constexpr,
@@ -212,24 +226,22 @@ def _attend(
     return acc, top, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_tiles", "num_pairs", "together"))
 def attention_forward_kernel(
     q_ptr, k_ptr, v_ptr, sinks_ptr, rng_ptr, cu_q_ptr, cu_k_ptr, out_ptr, lse_ptr,
     stride_q_batch, stride_q_token, stride_q_head, stride_q_dim,
     stride_k_batch, stride_k_token, stride_k_head, stride_k_dim,
     stride_v_batch, stride_v_token, stride_v_head, stride_v_dim,
     num_tokens, num_keys, num_heads, group, num_docs, window, pre_scale, post_scale,
-    threshold, keep_scale, head_offset, sample_offset,
+    threshold, keep_scale, head_offset, sample_offset, num_tiles, num_pairs, together,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr,
     PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_HEAD: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, BLOCK_ROW: tl.constexpr, BLOCK_COL: tl.constexpr, BLOCK_DOCS: tl.constexpr,
     COMPUTE: tl.constexpr, FOLDED: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, heads, batch). out is contiguous [B, T, H, Kv], lse [B, H, T]."""
-    head = tl.program_id(1)
-    batch = tl.program_id(2)
-    # Later tiles see more keys under a causal mask: they start first.
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    """Grid (tiles * heads * batch). out is contiguous [B, T, H, Kv], lse [B, H, T]."""
+    number, head, batch = find_pair(tl.program_id(0), num_tiles, num_heads, num_pairs, together)
+    tile = num_tiles - 1 - number  # later tiles see more keys under a causal mask: they start first
     first_row, row_start, num_rows, col_start, num_cols = find_tile(
         cu_q_ptr, cu_k_ptr, num_tokens, num_keys, num_docs, tile, PACKED, BLOCK_ROW, BLOCK_DOCS
     )
@@ -289,6 +301,6 @@ def attention_forward_kernel(
         dead = total == 0.0
         total = tl.where(dead, 1.0, total)
         lse = tl.where(dead, float("-inf"), (top + tl.log2(total)) * 0.6931471805599453)
-        out = acc / total[:, None]
+        out = acc * (1.0 / total)[:, None]
         store_rows(out_ptr, out, rows, num_rows, num_heads * VALUE_DIM, VALUE_DIM, BLOCK_VALUE)
         tl.store(lse_ptr + rows, lse, mask=rows < num_rows)

@@ -13,7 +13,8 @@ from plait.kernels.flash_backward import (
     attention_query_gradient_kernel,
 )
 from plait.kernels.flash_forward import attention_forward_kernel
-from plait.kernels.flash_tiles import delta_rows, padded, tile_of
+from plait.kernels.flash_order import pairs_together
+from plait.kernels.flash_tiles import RESIDENT_BYTES, delta_rows, padded, tile_of
 from plait.kernels.launch import Launch, arch_of, compute_dtype, next_power_of_two, run_launches, triton_dtype
 from plait.kernels.philox import keep_threshold
 
@@ -65,18 +66,37 @@ def _num_tiles(length: int, block: int, cu: torch.Tensor | None) -> int:
     return triton.cdiv(length, block) + (0 if cu is None else cu.shape[0] - 1)
 
 
+def _programs(
+    num_tiles: int, num_heads: int, group: int, walked: tuple[torch.Tensor, torch.Tensor], options: Options
+) -> tuple[tuple[int], tuple[int, int, int]]:
+    """(grid, (num_tiles, num_pairs, together)): which program does which tile.
+
+    A pair of (batch, head) walks `walked`, [B, T, heads, width] each: its share of the heads, which `group` pairs
+    share where there are fewer of them.
+    """
+    num_pairs = walked[0].shape[0] * num_heads
+    heads = max(1, walked[0].shape[2] // num_heads)  # dk and dv: a key head walks the queries of its group
+    pair_bytes = sum(x.shape[1] * heads * x.shape[3] * x.element_size() for x in walked)
+    varies = options.causal and not options.window  # else tiles are equal, and one head after the other is best in L2
+    together = pairs_together(num_pairs, group, pair_bytes, RESIDENT_BYTES) if varies else 1
+    return (num_tiles * num_pairs,), (num_tiles, num_pairs, together)
+
+
 def forward_launch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, rng: torch.Tensor | None,
     cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, options: Options, out: torch.Tensor, lse: torch.Tensor,
     arch: int | None = None,
 ) -> Launch:  # fmt: skip
     """out [B, T, H, Kv] and lse [B, H, T] are contiguous outputs; `arch` (80, 90, 100) defaults to q's card."""
-    batch, num_tokens, num_heads, _ = q.shape
+    _, num_tokens, num_heads, _ = q.shape
     tile = tile_of("forward", q, k, v, options, arch or arch_of(q))
+    group = num_heads // k.shape[2]
+    grid, order = _programs(_num_tiles(num_tokens, tile.block_row, cu_q), num_heads, group, (k, v), options)
     arguments = (
         q, k, v, q if sinks is None else sinks.contiguous(), *_small_inputs(q, rng, cu_q, cu_k), out, lse,
-        *q.stride(), *k.stride(), *v.stride(), num_tokens, k.shape[1], num_heads, num_heads // k.shape[2],
+        *q.stride(), *k.stride(), *v.stride(), num_tokens, k.shape[1], num_heads, group,
         1 if cu_q is None else cu_q.shape[0] - 1, _window(q, k, options), *_scales(options), *_randomness(options),
+        *order,
     )  # fmt: skip
     constants = switches(q, v, cu_q, options) | {
         "SINKS": sinks is not None,
@@ -85,12 +105,14 @@ def forward_launch(
         "BLOCK_ROW": tile.block_row,
         "BLOCK_COL": tile.block_col,
     }
-    grid = (_num_tiles(num_tokens, tile.block_row, cu_q), num_heads, batch)
     return Launch(attention_forward_kernel, grid, arguments, constants, tile.num_warps, tile.num_stages)
 
 
-def delta_launch(dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, delta: torch.Tensor) -> Launch:
-    """out [B, T, H, Kv] is contiguous; delta [B, H, T] is the contiguous output."""
+def delta_launch(
+    dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
+    base: torch.Tensor,
+) -> Launch:  # fmt: skip
+    """out [B, T, H, Kv] and lse are contiguous; delta and base [B, H, T] are the contiguous outputs."""
     batch, num_tokens, num_heads, value_dim = out.shape
     extra = delta if dlse is None else dlse
     num_rows = delta_rows(value_dim)
@@ -101,45 +123,52 @@ def delta_launch(dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tenso
         "BLOCK_ROW": num_rows,
         "COMPUTE": triton_dtype(out.dtype),
     }
-    grid = (triton.cdiv(num_tokens, num_rows), num_heads, batch)
-    arguments = (dout, out, extra, delta, *dout.stride(), *extra.stride(), num_tokens, num_heads)
-    return Launch(attention_delta_kernel, grid, arguments, constants)
+    num_tiles, num_pairs = triton.cdiv(num_tokens, num_rows), batch * num_heads
+    sizes = (num_tokens, num_heads, num_tiles, num_pairs)
+    arguments = (dout, out, lse, extra, delta, base, *dout.stride(), *extra.stride(), *sizes)
+    return Launch(attention_delta_kernel, (num_tiles * num_pairs,), arguments, constants)
 
 
 def gradient_launches(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, base: torch.Tensor, delta: torch.Tensor,
     rng: torch.Tensor | None, cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, options: Options,
     dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, arch: int | None = None,
 ) -> tuple[Launch, Launch]:  # fmt: skip
     """(the launch that writes dq, the one that writes dk and dv), all three contiguous."""
-    batch, num_tokens, num_heads, _ = q.shape
-    inputs = (dout, q, k, v, lse, delta, *_small_inputs(q, rng, cu_q, cu_k))
+    _, num_tokens, num_heads, _ = q.shape
+    kv_heads = k.shape[2]
+    group = num_heads // kv_heads
+    inputs = (dout, q, k, v, base, delta, *_small_inputs(q, rng, cu_q, cu_k))
     numbers = (
-        *dout.stride(), *q.stride(), *k.stride(), *v.stride(), num_tokens, k.shape[1], num_heads,
-        num_heads // k.shape[2], 1 if cu_q is None else cu_q.shape[0] - 1, _window(q, k, options), options.scale,
-        *_scales(options), *_randomness(options),
+        *dout.stride(), *q.stride(), *k.stride(), *v.stride(), num_tokens, k.shape[1], num_heads, group,
+        1 if cu_q is None else cu_q.shape[0] - 1, _window(q, k, options), options.scale, *_scales(options),
+        *_randomness(options),
     )  # fmt: skip
     shared = switches(q, v, cu_q, options)
     arch = arch or arch_of(q)
-    row, col = (tile_of(kernel, q, k, v, options, arch) for kernel in ("dq", "dkdv"))
-    return (
-        Launch(
-            attention_query_gradient_kernel,
-            (_num_tiles(num_tokens, row.block_row, cu_q), num_heads, batch),
-            (*inputs, dq, *numbers),
-            shared | {"BLOCK_ROW": row.block_row, "BLOCK_COL": row.block_col},
-            row.num_warps,
-            row.num_stages,
-        ),
-        Launch(
-            attention_key_gradient_kernel,
-            (_num_tiles(k.shape[1], col.block_col, cu_k), k.shape[2], batch),
-            (*inputs, dk, dv, *numbers),
-            shared | {"BLOCK_ROW": col.block_row, "BLOCK_COL": col.block_col},
-            col.num_warps,
-            col.num_stages,
-        ),
-    )
+    row = tile_of("dq", q, k, v, options, arch)
+    grid, order = _programs(_num_tiles(num_tokens, row.block_row, cu_q), num_heads, group, (k, v), options)
+    constants = shared | {"BLOCK_ROW": row.block_row, "BLOCK_COL": row.block_col, "DESCRIPTORS": row.descriptors}
+    query = Launch(
+        attention_query_gradient_kernel, grid, (*inputs, dq, *numbers, *order), constants, row.num_warps,
+        row.num_stages,
+    )  # fmt: skip
+    col = tile_of("dkdv", q, k, v, options, arch, dout)
+    grid, order = _programs(_num_tiles(k.shape[1], col.block_col, cu_k), kv_heads, 1, (q, dout), options)
+    constants = shared | {"BLOCK_ROW": col.block_row, "BLOCK_COL": col.block_col, "DESCRIPTORS": col.descriptors}
+    key = Launch(
+        attention_key_gradient_kernel, grid, (*inputs, dk, dv, *numbers, *order), constants,
+        col.num_warps, col.num_stages,
+    )  # fmt: skip
+    return query, key
+
+
+def _run(*launches: Launch) -> None:
+    if any(launch.constants["DESCRIPTORS"] for launch in launches):
+        run_launches(launches)
+    else:
+        for launch in launches:
+            launch.run()
 
 
 def launch_forward(
@@ -155,8 +184,7 @@ def launch_forward(
     else:  # rows past the last document are not visited
         out, lse = q.new_zeros(shape), q.new_full(stats, float("-inf"), dtype=dtype)
     if q.numel():
-        launch = forward_launch(q, k, v, sinks, rng, cu_q, cu_k, options, out, lse)
-        run_launches([launch]) if launch.constants["DESCRIPTORS"] else launch.run()
+        _run(forward_launch(q, k, v, sinks, rng, cu_q, cu_k, options, out, lse))
     return out, lse
 
 
@@ -169,11 +197,9 @@ def launch_backward(
     visited = cu_q is None and q.numel() > 0
     dq, dk, dv = (x.new_empty(x.shape) if visited else x.new_zeros(x.shape) for x in (q, k, v))
     lse = lse.contiguous()
-    delta = torch.empty_like(lse)
+    delta, base = torch.empty_like(lse), torch.empty_like(lse)
     if q.numel():
-        delta_launch(dout, dlse, out.contiguous(), delta).run()
-        query, key = gradient_launches(dout, q, k, v, lse, delta, rng, cu_q, cu_k, options, dq, dk, dv)
-        query.run()
-        if k.numel():
-            key.run()
+        delta_launch(dout, dlse, out.contiguous(), lse, delta, base).run()
+        query, key = gradient_launches(dout, q, k, v, base, delta, rng, cu_q, cu_k, options, dq, dk, dv)
+        _run(query, *(key,) * (k.numel() > 0))
     return dq, dk, dv, sink_gradient(sinks, lse, delta)

@@ -60,7 +60,7 @@ class Point(NamedTuple):
             sinks = new(_HEADS) if packed else None
             return forward_launch(q, k, v, sinks, rng, cu, cu, options, out, lse, number)
         if self.kernel == "delta":
-            return delta_launch(out, lse, out, lse)
+            return delta_launch(out, lse, out, lse, lse, lse)
         launches = gradient_launches(out, q, k, v, lse, lse, rng, cu, cu, options, q, k, v, number)
         return launches[0 if self.kernel == "dq" else 1]
 

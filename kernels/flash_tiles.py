@@ -21,7 +21,7 @@ class Tile(NamedTuple):
     block_col: int
     num_warps: int
     num_stages: int
-    descriptors: bool = False  # keys and values are read by TMA
+    descriptors: bool = False  # what the loop walks is read by TMA
 
 
 class Choice(NamedTuple):
@@ -94,13 +94,23 @@ TILES: dict[str, dict[int, tuple[tuple[int, Choice], ...]]] = {
         ),
     },
 }
-# Where keys and values fit TMA descriptors and nothing is switched on: larger tiles, since addresses take no
-# registers (176, 218, 233 in use). That they are faster is not measured: nobody has timed them on a card.
+# Where what the loop walks fits TMA descriptors (keys and values; for dk and dv queries and dout) and nothing is
+# switched on: larger tiles, since addresses and masks of rows take no registers. That they are faster is not
+# measured: nobody has timed them on a card.
 DESCRIPTOR_TILES: dict[str, dict[int, tuple[tuple[int, Tile], ...]]] = {
     "forward": {
         90: ((64, Tile(128, 128, 8, 3, True)), (128, Tile(128, 128, 8, 2, True)), (256, Tile(128, 64, 8, 2, True))),
     },
+    "dq": {
+        90: ((64, Tile(128, 64, 8, 3, True)), (128, Tile(128, 128, 8, 2, True)), (256, Tile(128, 32, 8, 2, True))),
+    },
+    "dkdv": {
+        90: ((64, Tile(64, 128, 8, 2, True)), (128, Tile(32, 128, 8, 2, True)), (256, Tile(32, 32, 8, 1))),
+    },
 }
+# Keys and values (for dk and dv queries and dout) of the heads that run together, so that they stay in the L2 cache:
+# 50 MB on an H200, 40 on an A100 (data sheets); the rest is for what is read and written once.
+RESIDENT_BYTES = 32 << 20
 # 32-bit and wider operands run on the CUDA cores: head dim -> tile, on every architecture.
 WIDE_TILES = ((64, Tile(32, 32, 4, 1)), (256, Tile(16, 16, 4, 1)))
 # By (kernel, arch, width, class of derived_tile).
@@ -125,32 +135,40 @@ def fits_descriptor(x: torch.Tensor) -> bool:
     )
 
 
-def tile_of(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, arch: int) -> Tile:
-    """The tile of kernel "forward", "dq" or "dkdv" for these tensors: the timed one where there is one."""
+def tile_of(
+    kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, arch: int,
+    dout: torch.Tensor | None = None,
+) -> Tile:  # fmt: skip
+    """The tile of kernel "forward", "dq" or "dkdv" for these tensors: the timed one where there is one.
+
+    "dkdv" walks q and `dout`, which counts as laid out like q where it is not given; the others walk k and v.
+    """
     width = padded(max(q.shape[3], v.shape[3]))
-    kind, tile = derived_tile(kernel, width, q, k, v, options, arch)
+    kind, tile = derived_tile(kernel, width, q, k, v, options, arch, dout)
     return MEASURED.get((kernel, arch, width, kind), tile)
 
 
 def derived_tile(
-    kernel: str, width: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, arch: int
-) -> tuple[str, Tile]:
+    kernel: str, width: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, arch: int,
+    dout: torch.Tensor | None = None,
+) -> tuple[str, Tile]:  # fmt: skip
     """(class, tile) of the tables above for channels padded to `width`."""
     if q.element_size() > 2:
         return "wide", from_table(WIDE_TILES, width)
     choice: Choice = from_table(TILES[kernel][arch], width)
+    switched = options.dropout_p or options.window or options.softcap
+    rows = DESCRIPTOR_TILES.get(kernel, {}).get(arch)
+    walked = (k, v) if kernel != "dkdv" else (q, q if dout is None else dout)
+    if rows is not None and not switched and all(fits_descriptor(x) for x in walked):
+        return "descriptors", from_table(rows, width)
     # Masks over padded channels cost registers: the kernel of dk and dv has none left, the others with a switch on.
     is_ragged = padded(q.shape[3]) != q.shape[3] or padded(v.shape[3]) != v.shape[3]
-    switched = options.dropout_p or options.window or options.softcap
     if is_ragged and (kernel == "dkdv" or switched):
         return "ragged", choice.ragged or choice.dropout
     if options.dropout_p:
         return "dropout", choice.dropout
     if options.window or options.softcap:
         return "bounded", choice.bounded
-    rows = DESCRIPTOR_TILES.get(kernel, {}).get(arch)
-    if rows is not None and fits_descriptor(k) and fits_descriptor(v):
-        return "descriptors", from_table(rows, width)
     return "plain", choice.plain
 
 

@@ -36,7 +36,7 @@ def test_compiles_without_a_spill(point, arch):
     # A number argument typed fp64 by the compiler would show here.
     assert facts.count("DADD") + facts.count("DMUL") + facts.count("DFMA") == 0
     # No gradient is added up in memory: bits agree between runs.
-    # TMA descriptors are published by an exchange each, of keys and of values, which adds nothing.
+    # TMA descriptors are published by an exchange each, of the two that a loop walks, which adds nothing.
     exchanges = facts.count("ATOMG.E.EXCH")
     assert facts.count("RED.") + facts.count("ATOM.") + facts.count("ATOMG") == exchanges
     assert exchanges == (2 if facts.count("UTMALDG") else 0)
@@ -74,6 +74,7 @@ def test_the_wider_head_dim_and_the_switches_choose_the_tile():
     # 80 channels of 128 are masked.
     masked: Choice = TILES["dkdv"][80][1][1]
     assert tile_of("dkdv", padded, padded, padded, plain, 80) == masked.ragged != masked.plain
+    assert tile_of("dkdv", padded, padded, padded, plain, 90).descriptors  # TMA fills what is padded
     assert tile_of("dq", padded, padded, padded, plain, 80) == TILES["dq"][80][1][1].plain
     assert tile_of("dq", padded, padded, padded, plain._replace(window=3), 80) == TILES["dq"][80][1][1].ragged
     assert arch_of(q) == 90 and [delta_rows(width) for width in (8, 64, 80, 256)] == [64, 64, 32, 16]
@@ -97,4 +98,8 @@ def test_descriptors_are_for_rows_that_tma_can_read():
     ):
         assert not fits_descriptor(other)
         assert not tile_of("forward", x, x, other, plain, 90).descriptors
+        assert not tile_of("dq", x, x, other, plain, 90).descriptors
+        assert not tile_of("dkdv", x, x, x, plain, 90, other).descriptors
+    odd = flat[1:].view(x.shape)  # each kernel asks what it walks, and no more
+    assert tile_of("dq", odd, x, x, plain, 90).descriptors and tile_of("dkdv", x, odd, odd, plain, 90, x).descriptors
     assert fits_descriptor(x.transpose(1, 2)) and fits_descriptor(x[..., 8:])

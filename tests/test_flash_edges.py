@@ -186,9 +186,12 @@ def test_tma_descriptors_change_no_bit(packed, head_dim, monkeypatch):
 
     def run(descriptors):
         tile = flash_tiles.Tile(32, 64, 4, 1, descriptors)
-        monkeypatch.setattr(flash_tiles, "DESCRIPTOR_TILES", {"forward": {90: ((256, tile),)}})
-        keys = (k, v) if packed else (k[:, :131], v[:, :131])
-        return attention(q, *keys, sinks=sinks, return_lse=True, **options)
+        tables = {kernel: {90: ((256, tile),)} for kernel in ("forward", "dq", "dkdv")}
+        monkeypatch.setattr(flash_tiles, "DESCRIPTOR_TILES", tables)
+        leaves = [x.detach().requires_grad_() for x in (q, *((k, v) if packed else (k[:, :131], v[:, :131])))]
+        out, lse = attention(*leaves, sinks=sinks, return_lse=True, **options)
+        dout = normal(*out.shape, dtype=torch.float16, seed=5)
+        return out, lse, *torch.autograd.grad((out, lse), leaves, (dout, lse.detach().sin()))
 
     for a, b in zip(run(True), run(False), strict=True):
         assert torch.equal(a, b) and a.isfinite().all()
