@@ -6,9 +6,11 @@ judge: limits belong to the caller. Not possible in the interpreter, where kerne
 """
 
 import collections
+import functools
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,6 +54,12 @@ def parse_arch(arch: str) -> int:
     return int(match.group(1))
 
 
+@functools.cache
+def _binder(kernel: Any, target: GPUTarget) -> Callable[..., Any]:
+    """Triton's function from the arguments of a call to their kinds: made once, since it is compiled from text."""
+    return create_function_from_signature(kernel.signature, kernel.params, make_backend(target))
+
+
 def specialised(launch: Launch, arch: str) -> tuple[ASTSource, dict[str, Any], GPUTarget]:
     """(source, options, target) that `launch` is compiled from on a card of `arch`.
 
@@ -69,8 +77,7 @@ def specialised(launch: Launch, arch: str) -> tuple[ASTSource, dict[str, Any], G
     for switch in ("instrumentation_mode", "fpsan_homomorphic_casts"):
         if hasattr(triton.knobs.compilation, switch):
             keywords[switch] = getattr(triton.knobs.compilation, switch)
-    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, specialization, options = bind(*launch.arguments, **keywords)
+    bound, specialization, options = _binder(kernel, target)(*launch.arguments, **keywords)
     options, signature, constants, attrs = kernel._pack_args(backend, keywords, bound, specialization, options)
     return ASTSource(kernel, signature, constants, attrs), dict(options.__dict__), target
 
