@@ -61,7 +61,8 @@ class DataParallel:
 
     Construction moves every parameter that requires a gradient into a bucket; `param.data` is a view from then on.
     `tied` maps a stage to this rank's copy of the tied weight and `tied_ranks` are the two global ranks that hold one
-    (default: first and last of the pp axis). Collective over dp, the replicas and the tied pair.
+    (default: this rank alone where it has both, else first and last of the pp axis). Collective over dp, the replicas
+    and the tied pair.
     """
 
     def __init__(
@@ -100,7 +101,8 @@ class DataParallel:
         if not tied:
             return ()
         pp = self.mesh.axis("pp")
-        ranks = tuple(sorted(set(ranks or (pp.ranks[0], pp.ranks[-1]))))
+        ends = (self.mesh.rank,) if len(tied) > 1 else (pp.ranks[0], pp.ranks[-1])  # in V shape one rank has both
+        ranks = tuple(sorted(set(ranks or ends)))
         if len({id(param) for param in tied.values()}) > 1:
             raise ValueError(
                 "tied: this rank holds two copies of the tied weight; let its stages share one Parameter"

@@ -8,6 +8,7 @@ and masked tokens that are spread unevenly over rows.
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass, replace
 
 import pytest
@@ -20,7 +21,7 @@ from plait.parallel.collectives import all_gather
 from plait.parallel.data import DataParallel, ShardedAdamW, clip_factor
 from plait.parallel.mesh import Mesh
 from plait.parallel.pipeline import Pipeline
-from plait.parallel.schedules import Schedule, gpipe, interleaved, one_f_one_b
+from plait.parallel.schedules import NAMES, Schedule, build
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -43,6 +44,11 @@ class Grid:
     recompute: str = "none"
     sequence_parallel: bool = False
     tied: bool = False
+    layers: int = MODEL.num_layers
+
+    @property
+    def model(self) -> ModelConfig:
+        return replace(MODEL, tied=self.tied, num_layers=self.layers)
 
     @property
     def world_size(self) -> int:
@@ -52,14 +58,11 @@ class Grid:
         extras = [self.schedule, f"zero{self.zero}", self.recompute]
         extras += ["sp"] if self.sequence_parallel else []
         extras += ["tied"] if self.tied else []
+        extras += [f"{self.layers}layers"] if self.layers != MODEL.num_layers else []
         return f"{self.dp}x{self.pp}x{self.tp}-" + "-".join(extras)
 
     def pipeline_schedule(self) -> Schedule:
-        num = MICROBATCHES
-        if self.schedule == "interleaved":
-            schedule = interleaved(self.pp, 2, num)
-        else:
-            schedule = (gpipe if self.schedule == "gpipe" else one_f_one_b)(self.pp, num)
+        schedule = build(self.schedule, self.pp, MICROBATCHES)
         return schedule.with_tied() if self.tied else schedule
 
 
@@ -94,7 +97,7 @@ class Run:
         self.mesh = Mesh.single() if grid.world_size == 1 else Mesh.create(dp=grid.dp, pp=grid.pp, tp=grid.tp)
         schedule = grid.pipeline_schedule()
         self.stages = build_stages(
-            replace(MODEL, tied=grid.tied),
+            grid.model,
             self.mesh,
             schedule,
             seed=SEED,
@@ -153,6 +156,11 @@ def one_backward(rank: int, grid: Grid) -> tuple[float, float, dict[str, torch.T
     return loss, norm, gradients if rank == 0 else {}
 
 
+def many_backwards(rank: int, grids: list[Grid]) -> list[tuple[float, float, dict[str, torch.Tensor]]]:
+    """The body of a rank: `one_backward` of grids of one size, one after the other in the same processes."""
+    return [one_backward(rank, grid) for grid in grids]
+
+
 def train_steps(rank: int, grid: Grid, num_steps: int) -> list[float]:
     """The body of a rank: losses of a short fp32 training."""
     run = Run(grid, torch.float32)
@@ -166,8 +174,8 @@ def train_steps(rank: int, grid: Grid, num_steps: int) -> list[float]:
 
 
 @functools.cache
-def serial_backward(tied: bool) -> tuple[float, float, dict[str, torch.Tensor]]:
-    return run_ranks(1, one_backward, Grid(tied=tied))[0]
+def serial_backward(tied: bool, layers: int) -> tuple[float, float, dict[str, torch.Tensor]]:
+    return run_ranks(1, one_backward, Grid(tied=tied, layers=layers))[0]
 
 
 @functools.cache
@@ -175,19 +183,45 @@ def serial_losses(tied: bool) -> list[float]:
     return run_ranks(1, train_steps, Grid(tied=tied), 20)[0]
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_loss_and_full_gradients_equal_one_process(grid):
-    wanted_loss, wanted_norm, wanted = serial_backward(grid.tied)
-    results = run_ranks(grid.world_size, one_backward, grid, timeout=60)
+def assert_equals_one_process(grid: Grid, results: list[tuple[float, float, dict[str, torch.Tensor]]]) -> None:
+    """Loss and norm of every rank, and the full gradients that rank 0 has gathered."""
+    wanted_loss, wanted_norm, wanted = serial_backward(grid.tied, grid.layers)
     for loss, norm, _ in results:  # every rank has the means
-        assert abs(loss - wanted_loss) <= 1e-10 * abs(wanted_loss)
-        assert abs(norm - wanted_norm) <= 1e-10 * wanted_norm
+        assert abs(loss - wanted_loss) <= 1e-10 * abs(wanted_loss), grid
+        assert abs(norm - wanted_norm) <= 1e-10 * wanted_norm, grid
     gradients = results[0][2]
-    assert set(gradients) == set(wanted)
+    assert set(gradients) == set(wanted), grid
     for name, gradient in wanted.items():
         assert gradient.abs().max() > 0, f"{name}: the reference gradient is zero, so the case proves nothing"
         error = (gradients[name] - gradient).abs().max() / gradient.abs().max()
-        assert error <= GRAD_TOLERANCE, f"{name}: {float(error):.2e} from the gradient of one process"
+        assert error <= GRAD_TOLERANCE, f"{grid} {name}: {float(error):.2e} from the gradient of one process"
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_loss_and_full_gradients_equal_one_process(grid):
+    assert_equals_one_process(grid, run_ranks(grid.world_size, one_backward, grid, timeout=60))
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+def test_every_schedule_equals_one_process(schedule):
+    """Tied and untied, layers that the stages divide and that they do not, ZeRO 0 and 1: 64 grids in all."""
+    for size, grids in itertools.groupby(covering(schedule), key=lambda grid: grid.world_size):
+        wanted = list(grids)
+        results = run_ranks(size, many_backwards, wanted, timeout=240)
+        for index, grid in enumerate(wanted):
+            assert_equals_one_process(grid, [of_rank[index] for of_rank in results])
+
+
+def covering(schedule: str) -> list[Grid]:
+    """Eight grids of a schedule: every pair of choices of tied, layers, ZeRO stage and shape of the grid occurs."""
+    shapes = {0: ({"pp": 2}, {"pp": 4}), 1: ({"dp": 2, "pp": 2}, {"dp": 2, "pp": 2, "tp": 2})}
+    grids = []
+    for tied, even, zero in itertools.product((False, True), (False, True), (0, 1)):
+        shape = shapes[zero][tied ^ even]
+        layers = 8 if even else 9 if shape["pp"] == 4 else 5
+        recompute = ("none", "full", "selective")[len(grids) % 3]
+        grids.append(Grid(**shape, zero=zero, schedule=schedule, recompute=recompute, tied=tied, layers=layers))
+    return sorted(grids, key=lambda grid: grid.world_size)
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
