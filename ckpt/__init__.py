@@ -11,7 +11,7 @@ The format is in docs/format.md. Reading order: box, values, state, layout, mani
 restore, keep, snapshots.
 """
 
-from plait.ckpt.errors import SnapshotDamaged, SnapshotError, SnapshotLocked, StateError
+from plait.ckpt.errors import SnapshotDamaged, SnapshotError, SnapshotLocked, StateError, TornSnapshot
 from plait.ckpt.generators import rng_state
 from plait.ckpt.handle import Handle
 from plait.ckpt.leaf import Replicas, Sharded
@@ -33,6 +33,7 @@ __all__ = [
     "SnapshotLocked",
     "Snapshots",
     "StateError",
+    "TornSnapshot",
     "Trigger",
     "optimizer_state",
     "rng_state",

@@ -10,7 +10,6 @@ import queue
 import threading
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from plait.ckpt.agree import Agreement
@@ -19,19 +18,11 @@ from plait.ckpt.commit import Writer, abort, await_commit, bury, coordinate, pos
 from plait.ckpt.folders import parse_step, remove_folder, session_attempts
 from plait.ckpt.handle import Handle
 from plait.ckpt.keep import Policy, retain
-from plait.ckpt.lock import RootLock
+from plait.ckpt.ownership import Ownership
 from plait.ckpt.part import write_part
 from plait.ckpt.uploads import Tiers
 
 _GRACE_S = 30.0  # how long a program that ends without close() still waits for a save in flight
-
-
-@dataclass(frozen=True)
-class Ownership:
-    """What rank 0 of a launch holds while it writes: the LOCK, and the id of the run in this folder."""
-
-    lock: RootLock
-    run: str
 
 
 class Background:

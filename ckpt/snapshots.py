@@ -18,24 +18,22 @@ from typing import Any
 from plait import _C
 from plait.ckpt.agree import Agreement
 from plait.ckpt.aside import METRICS, check_metrics
-from plait.ckpt.background import Background, Ownership
+from plait.ckpt.background import Background
 from plait.ckpt.candidates import candidates, newest_valid
 from plait.ckpt.capture import Capturer
 from plait.ckpt.commit import Writer
 from plait.ckpt.crypt import load_key
 from plait.ckpt.errors import SnapshotError
-from plait.ckpt.folders import collect_garbage, publish
 from plait.ckpt.group import launch_of_group
 from plait.ckpt.handle import Handle
 from plait.ckpt.keep import Policy
 from plait.ckpt.lock import RootLock
-from plait.ckpt.manifest import FORMATS, RUN, Run, from_bytes, to_bytes
+from plait.ckpt.ownership import own
 from plait.ckpt.restore import Restored, Wanted, restore_state
 from plait.ckpt.state import Node, flatten
 from plait.ckpt.tiers import Launch, Tier
 from plait.ckpt.uploads import Tiers
 
-_RUN_BYTES = 4096
 _GRACE_S = 30.0  # how long a program that fails still waits for a save in flight
 
 
@@ -101,7 +99,18 @@ class Snapshots:
         self._tiers = Tiers(tiers, self._io, self._session, self._key, threads)
         stop = threading.Event()
         writer = Writer(
-            self._io, self.root, rank, world_size, threads, rate_limit, direct, timeout_s, stop, key=self._key
+            self._io,
+            self.root,
+            rank,
+            world_size,
+            threads,
+            rate_limit,
+            direct,
+            timeout_s,
+            stop,
+            key=self._key,
+            nice=nice,
+            io_priority=io_priority,
         )
         self._agreement = Agreement(writer, Path(agreement_root or root).absolute(), self._session)
         self._capturer: Capturer | None = None
@@ -110,7 +119,8 @@ class Snapshots:
         self._sequence = 0
         self._last: Handle | None = None
         if not read_only:
-            owned = self._own()
+            owned = own(self._io, self.root, rank, self._session, self._tiers.known_run)
+            self._lock = None if owned is None else owned.lock
             self._background = Background(
                 writer, self._session, self.policy, self._agreement, self._grid, owned, self._tiers
             )
@@ -283,26 +293,3 @@ class Snapshots:
             self.close(timeout_s=_GRACE_S)
         except (SnapshotError, OSError) as later:
             error.add_note(f"and closing the snapshots failed: {later}")
-
-    def _own(self) -> Ownership | None:
-        """Makes the folder; on rank 0 takes the LOCK and removes what dead attempts left."""
-        new = not self.root.is_dir()
-        self.root.mkdir(parents=True, exist_ok=True)
-        if self.rank != 0:
-            return None
-        if new:
-            _C.fsync_dir(self._io, self.root.parent)
-        self._lock = RootLock(self.root, self._session)
-        try:
-            collect_garbage(self._io, self.root, self._session)
-            return Ownership(self._lock, self._run_id())
-        except BaseException:
-            self._lock.close()
-            raise
-
-    def _run_id(self) -> str:
-        path = self.root / RUN
-        if not path.exists():
-            run = self._tiers.known_run() or secrets.token_hex(16)  # a new local disk goes on with that of its tiers
-            publish(self._io, path, to_bytes(Run(FORMATS[Run], run)))
-        return from_bytes(Run, _C.read_small(self._io, path, _RUN_BYTES), f"'{path}'").run

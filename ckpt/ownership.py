@@ -1,0 +1,53 @@
+"""How rank 0 of a launch comes to own a root: folder, LOCK, nothing left of dead attempts, and the run's id.
+
+Not the lock itself (lock.py). The one idea: nothing is removed or written before the LOCK is held.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from plait import _C
+from plait.ckpt.folders import collect_garbage, publish
+from plait.ckpt.lock import RootLock
+from plait.ckpt.manifest import FORMATS, RUN, Run, from_bytes, to_bytes
+
+_RUN_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """What rank 0 of a launch holds while it writes: the LOCK, and the id of the run in this folder."""
+
+    lock: RootLock
+    run: str
+
+
+def own(io: _C.Io, root: Path, rank: int, session: str, known_run: Callable[[], str | None]) -> Ownership | None:
+    """Makes the folder; on rank 0 takes the LOCK and removes what dead attempts left. None on other ranks.
+
+    known_run: gives the id of a run that a new folder goes on with, or None. SnapshotLocked names the owner when
+    another job writes here.
+    """
+    new = not root.is_dir()
+    root.mkdir(parents=True, exist_ok=True)
+    if rank != 0:
+        return None
+    if new:
+        _C.fsync_dir(io, root.parent)
+    lock = RootLock(root, session)
+    try:
+        collect_garbage(io, root, session)
+        return Ownership(lock, _run_id(io, root / RUN, known_run))
+    except BaseException:
+        lock.close()
+        raise
+
+
+def _run_id(io: _C.Io, path: Path, known_run: Callable[[], str | None]) -> str:
+    if not path.exists():
+        publish(io, path, to_bytes(Run(FORMATS[Run], known_run() or secrets.token_hex(16))))
+    return from_bytes(Run, _C.read_small(io, path, _RUN_BYTES), f"'{path}'").run
