@@ -12,6 +12,8 @@ chunk of logits at a time. On a GPU that is 4 bytes per logit, and for the gradi
 has `_GPU_CHUNK_ELEMENTS` logits, or `_GPU_CHUNK_ROWS` tokens where that is more.
 """
 
+from functools import partial
+
 import torch
 
 from plait.kernels.entropy import (
@@ -150,7 +152,8 @@ class _LinearCrossEntropyOnce(torch.autograd.Function):
         if all_reduce is None:
             merged, dx, dweight = _once(x, weight, target, dloss, **wanted)
         else:
-            merged, dx, dweight = head_once(x, weight, target, dloss, all_reduce=all_reduce, **wanted)
+            merge = partial(merge_stats, all_reduce=all_reduce)
+            merged, dx, dweight = head_once(x, weight, target, dloss, merge=merge, **wanted)
         loss = _token_loss(merged.unbind(0), counts, terms)
         value = reduce_losses(loss, counts, weights, reduction)
         dweights = None

@@ -6,12 +6,17 @@ What is differentiable and checked is loss.py. The one idea: a chunk of logits e
 chunks are added up in fp32, so that no number of chunks costs digits.
 """
 
+from collections.abc import Callable
+
 import torch
 
-from plait.kernels.entropy import AllReduce, capped, merge_stats, plain_grad, plain_stats
+from plait.kernels.entropy import capped, merge_stats, plain_grad, plain_stats
 from plait.kernels.launch import compute_dtype, use_triton
 from plait.kernels.loss_triton import grad_launch, stats_launch
 from plait.kernels.matmul import wgrad_into
+
+# Statistics [4, n] of a shard -> (lse, target logit, logit sum), each [n], of the whole vocabulary.
+Merge = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 # Logits that exist at one time: 2^24 is 64 MiB in fp32, small beside the weight of a 128k vocabulary (derived).
 _CHUNK_ELEMENTS = 1 << 24
@@ -115,13 +120,13 @@ def _grad_chunks(
 def head_once(
     x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, dloss: torch.Tensor, vocab_start: int,
     num_classes: int, label_smoothing: float, z_loss: float, softcap: float, need_dx: bool, need_dweight: bool,
-    all_reduce: AllReduce | None = None,
+    merge: Merge | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(merged statistics [3, N] as `merge_stats`, dx, dweight fp32 (fp64)) with three products; unneeded ones empty.
 
     `dloss` [N] is how much each token's loss counts. The bits are those of `head_stats` and `head_grad`. Shards
-    (`all_reduce`) exchange twice per chunk: a pass for the statistics alone would cost the product that this saves.
-    Their chunks are those of the whole vocabulary, since all ranks must walk alike.
+    exchange in `merge`, once per chunk: a pass for the statistics alone would cost the product that this saves. Their
+    chunks are those of the whole vocabulary, since all ranks must walk alike.
     """
     wide = compute_dtype(x.dtype)
     num_rows, num_local = x.shape[0], weight.shape[0]
@@ -131,7 +136,7 @@ def head_once(
         dx.zero_()
     dweight = weight.new_zeros(weight.shape if need_dweight else (0,), dtype=wide)
     options = (vocab_start, num_classes, label_smoothing, z_loss, softcap)
-    chunks = _chunks(num_rows, num_local if all_reduce is None else num_classes, x.is_cuda)
+    chunks = _chunks(num_rows, num_local if merge is None else num_classes, x.is_cuda)
     triton = use_triton(x)
     room = _chunk_like(x, chunks, num_local, wide, _ALIGNED if triton else 1)
     narrow = room if x.dtype == wide or not triton else _chunk_like(x, chunks, num_local, x.dtype)
@@ -140,39 +145,39 @@ def head_once(
         part = slice(0, rows.stop - rows.start)
         if not num_local:  # a shard without rows takes part in the exchanges
             stats = head_stats(x[rows], weight, target[rows], vocab_start, softcap)
-            merged[:, rows] = torch.stack(merge_stats(stats, all_reduce))
+            merged[:, rows] = torch.stack((merge or merge_stats)(stats))
             continue
         s, grad = room[part], narrow[part]
         _logits_into(x[rows], product_weight, s)
         make_grad = _once_triton if triton else _once_plain
-        make_grad(s, target[rows], dloss[rows], merged[:, rows], options, all_reduce, grad)
+        make_grad(s, target[rows], dloss[rows], merged[:, rows], options, merge, grad)
         _add_gradients(x[rows], weight, grad, dx[rows] if need_dx else None, dweight if need_dweight else None)
     return merged, dx, dweight
 
 
 def _once_triton(
     s: torch.Tensor, target: torch.Tensor, dloss: torch.Tensor, merged: torch.Tensor,
-    options: tuple[int, int, float, float, float], all_reduce: AllReduce | None, grad: torch.Tensor,
+    options: tuple[int, int, float, float, float], merge: Merge | None, grad: torch.Tensor,
 ) -> None:  # fmt: skip
     """Logits s[n, V_local] -> merged [3, n] and grad, which may be `s`."""
     stats = s.new_empty(4, s.shape[0])
     stats_launch(s, target, options[0], options[-1], stats).run()
-    torch.stack(merge_stats(stats, all_reduce), out=merged)
+    torch.stack((merge or merge_stats)(stats), out=merged)
     grad_launch(s, target, merged[0], dloss, *options, grad).run()
 
 
 def _once_plain(
     s: torch.Tensor, target: torch.Tensor, dloss: torch.Tensor, merged: torch.Tensor,
-    options: tuple[int, int, float, float, float], all_reduce: AllReduce | None, grad: torch.Tensor,
+    options: tuple[int, int, float, float, float], merge: Merge | None, grad: torch.Tensor,
 ) -> None:  # fmt: skip
     """As `_once_triton` with `grad` the logits themselves: a few rows at a time, out of the cache."""
     num_rows, num_local = s.shape
-    num_blocks = 1 if all_reduce is not None else max(1, min(num_rows // 2, s.numel() // _CACHED_ELEMENTS))
+    num_blocks = 1 if merge is not None else max(1, min(num_rows // 2, s.numel() // _CACHED_ELEMENTS))
     for i in range(num_blocks):  # never one row of several: its sums would have another order
         rows = slice(num_rows * i // num_blocks, num_rows * (i + 1) // num_blocks)
         block = capped(s[rows], options[-1])
         stats = plain_stats(block.clone(), target[rows], options[0], s.new_empty(4, block.shape[0]))
-        merged[:, rows] = torch.stack(merge_stats(stats, all_reduce))
+        merged[:, rows] = torch.stack((merge or merge_stats)(stats))
         plain_grad(block, target[rows], merged[0, rows], dloss[rows], *options)
 
 

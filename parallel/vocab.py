@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.kernels import embed, linear, merge_stats, token_loss
-from plait.kernels.loss_chunks import head_grad, head_stats
+from plait.kernels.launch import compute_dtype
+from plait.kernels.loss_chunks import head_grad, head_once, head_stats
 from plait.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from plait.parallel.gradients import GradSink, add_use, grad_home, notify
 from plait.parallel.mesh import Axis
@@ -99,6 +100,9 @@ class VocabParallelHead(nn.Module):
     """The output projection [V, D], split over the axis, and its cross entropy; `tied` shares an embedding's weight.
 
     Options as `plait.kernels.linear_cross_entropy`. Padding never enters the loss: it is cut off before the product.
+    With `grad_in_forward` the forward makes both gradients beside the loss: three products, not four. They wait for
+    the backward (and, in a split one, the weight's for W): right where few micro-batches lie in between. Over shards
+    the statistics are exchanged once per chunk of tokens.
     """
 
     def __init__(
@@ -113,11 +117,12 @@ class VocabParallelHead(nn.Module):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         softcap: float = 0.0,
+        grad_in_forward: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.axis, self.sequence_parallel = axis, sequence_parallel
+        self.axis, self.sequence_parallel, self.grad_in_forward = axis, sequence_parallel, grad_in_forward
         self.vocab_size, self.ignore_index, self.softcap = vocab_size, ignore_index, softcap
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
         self.vocab_start, _, self.num_valid = vocab_rows(vocab_size, axis)
@@ -131,12 +136,21 @@ class VocabParallelHead(nn.Module):
             add_use(self.weight)
         self.weight_grads = GradSink()
 
-    def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, targets: Tensor, weight_per_token: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x [B, T(/tp), D], targets int64 [B, T] -> (sum of the token losses, number of tokens that count).
 
-        Both are 0-dim and equal on the whole axis; the sum is fp32 (fp64 for fp64), the count int64.
+        Both are 0-dim and equal on the whole axis; the sum is fp32 (fp64 for fp64), the count int64. With
+        `weight_per_token` [B, T], the same on the whole axis, both are weighted, and differentiable in the weights.
         """
-        return _Loss.apply(x, self, targets, self.weight)
+        once = self.grad_in_forward and torch.is_grad_enabled()
+        if weight_per_token is None:
+            return _Loss.apply(x, self, targets, self.weight, None, once)
+        if weight_per_token.shape != targets.shape:
+            raise ValueError(
+                f"weight_per_token {tuple(weight_per_token.shape)} must have targets' shape {tuple(targets.shape)}"
+            )
+        weights = torch.where(targets != self.ignore_index, weight_per_token.to(compute_dtype(x.dtype)), 0.0)
+        return _Loss.apply(x, self, targets, self.weight, weights, once)[0], weights.sum()
 
     @torch.no_grad()
     def logits(self, x: Tensor, *, gather: bool = True) -> Tensor:
@@ -156,38 +170,53 @@ class VocabParallelHead(nn.Module):
 
 
 class _Loss(torch.autograd.Function):
-    """Saves the gathered input, the targets and one log-sum-exp per token.
+    """Saves the gathered input, the targets and one log-sum-exp per token; with weights a loss per token.
 
     One small all-gather carries four numbers per token and rank. Backward makes the logits again in chunks; unless
-    the sink defers, the same chunks give both gradients.
+    the sink defers, the same chunks give both gradients. With `once` both are made in the forward and held.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: VocabParallelHead, targets: Tensor, weight: Tensor) -> Any:
+    def forward(
+        ctx: Any, x: Tensor, layer: VocabParallelHead, targets: Tensor, weight: Tensor, weights: Tensor | None,
+        once: bool,
+    ) -> Any:  # fmt: skip
         full = all_gather(x, layer.axis, 1) if layer.sequence_parallel else x
         if targets.shape != full.shape[:-1]:
             raise ValueError(f"targets {tuple(targets.shape)} do not fit the head's input {tuple(full.shape)}")
         rows, flat = full.reshape(-1, full.shape[-1]), targets.reshape(-1)
-        lse, hit, total = _merge(_shard_stats(layer, rows, flat, weight), layer.axis)
         counts = flat != layer.ignore_index
+        shares = counts if weights is None else weights.reshape(-1)
+        ctx.held = None
+        if once:
+            needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[3])
+            (lse, hit, total), *ctx.held = _shard_once(layer, rows, flat, weight, shares, *needs)
+        else:
+            lse, hit, total = _merge(_shard_stats(layer, rows, flat, weight), layer.axis)
         loss = token_loss(
             lse, hit, total, counts,
             num_classes=layer.vocab_size, label_smoothing=layer.label_smoothing, z_loss=layer.z_loss,
         )  # fmt: skip
         count = counts.sum()
         ctx.layer, ctx.shape = layer, full.shape
-        ctx.save_for_backward(rows, flat, lse, counts, weight)
+        ctx.save_for_backward(rows, flat, lse, shares, weight, None if weights is None else loss.view(targets.shape))
         ctx.mark_non_differentiable(count)
-        return loss.sum(), count
+        return (loss if weights is None else loss * shares).sum(), count
 
     @staticmethod
-    def backward(ctx: Any, dsum: Tensor, _: Tensor) -> tuple[Tensor | None, None, None, None]:
-        rows, flat, lse, counts, weight = ctx.saved_tensors
+    def backward(ctx: Any, dsum: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        rows, flat, lse, shares, weight, loss = ctx.saved_tensors
         layer, sink = ctx.layer, ctx.layer.weight_grads
         need_dx, need_dweight = ctx.needs_input_grad[0], ctx.needs_input_grad[3]
-        grad = partial(_shard_grad, layer, rows, flat, weight, lse, dsum * counts)
-        together = need_dweight and not sink.deferring
-        dx = grad(need_dx, together) if need_dx or together else None
+        work: tuple[Any, ...]
+        if ctx.held is not None:  # a graph that is kept makes the logits again the next time
+            (dx, dweight), ctx.held = ctx.held, None
+            dx, work = dx.mul_(dsum) if need_dx else None, (_add_held, layer, dweight, dsum)
+        else:
+            grad = partial(_shard_grad, layer, rows, flat, weight, lse, dsum * shares)
+            together = need_dweight and not sink.deferring
+            dx = grad(need_dx, together) if need_dx or together else None
+            work = (notify, layer.weight) if together else (_later, layer, grad)
         reducing = None
         if dx is not None:
             dx = dx.view(ctx.shape)
@@ -196,8 +225,28 @@ class _Loss(torch.autograd.Function):
             else:
                 reducing = all_reduce(dx, layer.axis, async_op=True)
         if need_dweight:
-            sink.add(sink.microbatch, *((notify, layer.weight) if together else (_later, layer, grad)))
-        return (None if reducing is None else reducing.wait()), None, None, None
+            sink.add(sink.microbatch, *work)
+        dweights = None if loss is None else loss * dsum
+        return (None if reducing is None else reducing.wait()), None, None, None, dweights, None
+
+
+def _shard_once(
+    layer: VocabParallelHead, rows: Tensor, targets: Tensor, weight: Tensor, shares: Tensor, need_dx: bool,
+    need_dweight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """([3, N] as `_merge`, this shard's part of dx [N, D], its dweight), for a gradient of the sum of 1."""
+    merge = None if layer.axis.size == 1 else partial(_merge, axis=layer.axis)
+    return head_once(
+        rows, weight[: layer.num_valid], targets, shares.to(compute_dtype(rows.dtype)), layer.vocab_start,
+        layer.vocab_size, layer.label_smoothing, layer.z_loss, layer.softcap, need_dx, need_dweight, merge,
+    )  # fmt: skip
+
+
+def _add_held(layer: VocabParallelHead, dweight: Tensor, dsum: Tensor) -> None:
+    """Adds a weight gradient made in the forward, scaled, to where it lives; notifies."""
+    home = grad_home(layer.weight)[: layer.num_valid]
+    home.add_(dweight.mul_(dsum))
+    notify(layer.weight)
 
 
 def _shard_stats(layer: VocabParallelHead, rows: Tensor, targets: Tensor, weight: Tensor) -> Tensor:

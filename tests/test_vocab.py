@@ -3,6 +3,7 @@
 Cases: (V, tp, options), each with and without sequence parallelism
     12, 1 / 12, 4    divides                          11, 2    one padding row on the last rank
     3, 4             the last rank has no valid row   10, 2    label smoothing over the whole vocabulary
+    50257, 2         an odd vocabulary of training    grad_in_forward: both gradients beside the loss
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ CASES = [
     (3, 4, {"label_smoothing": 0.1}),
     (10, 2, {"label_smoothing": 0.1}),
     (11, 2, {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 2.0}),
+    (12, 1, {"grad_in_forward": True}),
+    (3, 4, {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 2.0, "grad_in_forward": True}),
+    (50_257, 2, {}),
 ]
 
 
@@ -147,10 +151,11 @@ def test_a_rank_without_a_single_class_takes_part():
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("deferring", [False, True])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_tied_head_adds_to_the_embedding_and_is_announced_once(tp, deferring):
-    arguments = (tp, 11, True, True, deferring, {})
+def test_a_tied_head_adds_to_the_embedding_and_is_announced_once(tp, deferring, once):
+    arguments = (tp, 11, True, True, deferring, {"grad_in_forward": once})
     wanted = plain(11, True, {})
     for result in run_ranks(tp, on_ranks, *arguments) if tp > 1 else [on_ranks(0, *arguments)]:
         torch.testing.assert_close(result["embed"], wanted["embed"], **TOLERANCE)
@@ -158,14 +163,51 @@ def test_a_tied_head_adds_to_the_embedding_and_is_announced_once(tp, deferring):
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_deferred_weight_gradients_of_the_vocabulary_have_the_same_bits(tp):
+def test_deferred_weight_gradients_of_the_vocabulary_have_the_same_bits(tp, once):
     results = []
     for deferring in (False, True):
-        arguments = (tp, 11, True, False, deferring, {"label_smoothing": 0.1})
+        arguments = (tp, 11, True, False, deferring, {"label_smoothing": 0.1, "grad_in_forward": once})
         results.append(run_ranks(tp, on_ranks, *arguments)[0] if tp > 1 else on_ranks(0, *arguments))
     for name in ("loss", "embed", "head"):
         assert torch.equal(results[0][name], results[1][name]), name
+
+
+def weighted(rank: int, once: bool) -> list[torch.Tensor]:
+    """Weighted sum, total weight, and the gradients of their ratio by the input, the weights and the shard."""
+    head = VocabParallelHead(D, 11, Mesh.create(tp=2).axis("tp"), dtype=torch.float64, grad_in_forward=once)
+    head.reset_parameters(3, 0.7, "head")
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(B, T, D, dtype=torch.float64, generator=generator).requires_grad_()
+    weights = torch.rand(B, T, dtype=torch.float64, generator=generator).requires_grad_()
+    total, share = head(x, batch(11)[1], weights)
+    (total / share).backward()
+    return [total.detach(), share.detach(), x.grad, weights.grad, head.weight.grad[: head.num_valid]]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("once", [False, True])
+def test_weights_per_token_over_two_ranks(once):
+    first, second = run_ranks(2, weighted, once)
+    head = weight_of(11, "head").requires_grad_()
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(B, T, D, dtype=torch.float64, generator=generator).requires_grad_()
+    weights = torch.rand(B, T, dtype=torch.float64, generator=generator).requires_grad_()
+    loss = F.cross_entropy((x @ head.t()).view(-1, 11), batch(11)[1].view(-1), reduction="none").view(B, T)
+    share = (weights * (batch(11)[1] != -100)).sum()
+    value = (loss * weights).sum()
+    (value / share).backward()
+    for a, b, want in zip(first, second, (value, share, x.grad, weights.grad), strict=False):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(a, want.detach(), **TOLERANCE)
+    torch.testing.assert_close(torch.cat((first[4], second[4])), head.grad, **TOLERANCE)
+
+
+def test_weights_that_do_not_fit_the_targets_are_refused():
+    head = VocabParallelHead(D, 11, Axis.single())
+    with pytest.raises(ValueError, match=r"weight_per_token \(2, 7\) must have targets' shape \(2, 8\)"):
+        head(torch.randn(B, T, D), torch.zeros(B, T, dtype=torch.int64), torch.ones(2, 7))
 
 
 def smoothed(rank: int, logits: torch.Tensor, targets: torch.Tensor) -> tuple[float, torch.Tensor]:
