@@ -151,6 +151,32 @@ def triton_dtype(dtype: torch.dtype) -> Any:
     return tl.float64 if dtype is torch.float64 else tl.float32
 
 
+def watched() -> bool:
+    """Whether calls of ops are recorded or rewritten now: tracing, fake tensors, functional transforms."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def _quick(kernel: Callable[..., Any], autograd: Callable[..., Any]) -> Callable[..., Any]:
+    """`autograd`, but `kernel` itself where no gradient is asked for: saves a graph node and a second dispatch."""
+
+    def call(*arguments: Any) -> Any:
+        enabled = torch.is_grad_enabled()
+        for x in arguments:
+            kind = type(x)
+            if kind is torch.Tensor or kind is torch.nn.Parameter:
+                if enabled and x.requires_grad:
+                    return autograd(*arguments)
+            elif isinstance(x, torch.Tensor | list):  # a subclass may dispatch by itself
+                return autograd(*arguments)
+        return autograd(*arguments) if watched() else kernel(*arguments)
+
+    return call
+
+
 def register(
     schema: str,
     kernel: Callable[..., Any],
@@ -160,7 +186,7 @@ def register(
     """Defines ``plait::<schema>`` and returns its overload.
 
     `kernel` serves every device, `fake` gives the outputs' shapes, `autograd` is the Autograd-key kernel (absent: the
-    op has no gradient). The stride order of the inputs is kept under the compiler.
+    op has no gradient), asked only where there may be a gradient. The compiler keeps the inputs' stride order.
     """
     name = schema.split("(", 1)[0]
     qualified = f"plait::{name}"
@@ -169,7 +195,7 @@ def register(
     torch.library.impl(qualified, "CompositeExplicitAutograd", kernel)
     torch.library.register_fake(qualified, fake)
     if autograd is not None:
-        torch.library.impl(qualified, "Autograd", autograd)
+        torch.library.impl(qualified, "Autograd", _quick(kernel, autograd))
     return getattr(torch.ops.plait, name).default
 
 
