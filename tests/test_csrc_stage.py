@@ -1,0 +1,181 @@
+"""plait._C.Stage: a state on its way through the pool. Which blocks wait for which, what a fence copies, and every
+way in which it ends: torn, cancelled, closed, or by a writer that gives up.
+
+Blocks are small, so that few bytes make many; the writer is the real one unless a test says otherwise.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plait import _C
+from tests.csrc_memory import BLOCK, address_of, random_bytes, threads
+
+HEADER = b"h" * 4096
+HUGE = 2 << 20
+
+
+def stage_of(pool, sizes, lazy=(), foreign=(), block_bytes=BLOCK, gap=0):
+    """A stage of pieces of these sizes (with `gap` bytes before each), their memory, and the file's bytes."""
+    memory = [random_bytes(size, seed=i) for i, size in enumerate(sizes)]
+    pieces, at, content = [], len(HEADER), bytearray(HEADER)
+    for index, size in enumerate(sizes):
+        at += gap
+        content += bytes(gap) + memory[index][:size]
+        address = 0 if index in foreign or not size else address_of(memory[index])
+        pieces.append((address, size, at, index in lazy))
+        at += size
+    return _C.Stage(pool, HEADER, pieces, at, block_bytes=block_bytes), memory, content, pieces
+
+
+def writing(stage, path, **options):
+    """Writes the stage in a thread; returns the thread and what it will hold: ("result" or "error")."""
+    found = {}
+
+    def write():
+        try:
+            found["result"] = _C.write_stage(_C.PosixIo(), path, stage, **options)
+        except BaseException as error:
+            found["error"] = error
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    return thread, found
+
+
+@pytest.fixture
+def pool():
+    return _C.StagingPool(HUGE)
+
+
+@pytest.mark.parametrize("gap", [0, 100])
+@pytest.mark.parametrize("sizes", [[1], [0], [0, 5, 0], [BLOCK - 4096], [3 * BLOCK, 0, 17], [100] * 50])
+def test_the_file_is_header_zeros_and_pieces_with_their_hashes(tmp_path, pool, sizes, gap):
+    pool.view(0, HUGE)[:] = b"\xff" * HUGE  # what an earlier save left
+    stage, memory, content, _ = stage_of(pool, sizes, gap=gap)
+    stage.capture()
+    for piece in memory:
+        piece[:] = bytes(len(piece))  # captured: the caller may change anything
+    result = _C.write_stage(_C.PosixIo(), tmp_path / "f", stage)
+    assert (tmp_path / "f").read_bytes() == content
+    assert result.crcs == _C.crc32c_blocks(content, BLOCK)
+    originals = [random_bytes(size, seed=i)[:size] for i, size in enumerate(sizes)]
+    assert stage.hashes() == [_C.xxh3_128(piece).hex() for piece in originals]
+    assert stage.copied and stage.slabs == 1 and stage.held_bytes == 0
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 700_000), min_size=1, max_size=12),
+    lazy=st.sets(st.integers(0, 11)),
+    workers=st.integers(1, 3),
+)
+def test_a_pool_of_any_size_gives_the_same_file(tmp_path_factory, sizes, lazy, workers):
+    """In slabs too: the pool has 8 slots, the state up to 33 blocks."""
+    path = tmp_path_factory.mktemp("slabs") / "f"
+    pool = _C.StagingPool(HUGE)
+    stage, memory, content, pieces = stage_of(pool, sizes, lazy=lazy, block_bytes=256 << 10)
+    thread, found = writing(stage, path, threads=workers)
+    stage.capture()
+    for index, piece in enumerate(memory):
+        if index not in lazy:
+            piece[:] = bytes(len(piece))
+    stage.fence([(address, size) for address, size, _, _ in pieces])
+    for piece in memory:
+        piece[:] = bytes(len(piece))
+    thread.join()
+    assert "error" not in found and path.read_bytes() == content
+    stage.close()
+    assert threads() == set()
+
+
+def test_what_may_wait_is_copied_by_the_fence_that_needs_it(pool):
+    """A stage with only lazy pieces and no thread at work yet: the fence copies its own range and nothing else."""
+    stage, memory, _, pieces = stage_of(pool, [BLOCK, BLOCK], lazy={0, 1})
+    stage.fence([pieces[0][:2]])
+    memory[0][:] = bytes(len(memory[0]))
+    assert not stage.copied
+    memory[1][:] = bytes(len(memory[1]))  # no fence
+    with pytest.raises(_C.TornError) as caught:
+        stage.capture()
+        stage.wait_copied()
+    assert caught.value.piece == 1
+
+
+def test_eager_blocks_keep_their_slots_so_that_the_call_returns_at_once(pool):
+    """One small eager piece behind 3 MiB of lazy ones, a pool of 2 MiB: the call does not wait for any writer."""
+    stage, memory, *_ = stage_of(pool, [3 << 20, 100], lazy={0}, block_bytes=256 << 10)
+    assert stage.slabs == 2
+    stage.capture()
+    assert not stage.copied
+    stage.close()
+    del memory
+
+
+def test_pieces_that_the_caller_fills_in_wait_for_their_slots(tmp_path, pool):
+    stage, memory, content, pieces = stage_of(pool, [3 << 20], foreign={0}, block_bytes=256 << 10)
+    thread, found = writing(stage, tmp_path / "f")
+    stage.capture()
+    _, size, begin, _ = pieces[0]
+    at = begin
+    while at < begin + size:
+        step = min(begin + size, (at // (256 << 10) + 1) * (256 << 10)) - at
+        offset = stage.open(at, step)
+        pool.view(offset, step)[:] = memory[0][at - begin : at - begin + step]
+        stage.fill(at, step)
+        at += step
+    thread.join()
+    assert "error" not in found and (tmp_path / "f").read_bytes() == content
+
+
+@pytest.mark.parametrize("end", ["cancel", "close", "error"])
+def test_whoever_waits_is_told_when_it_is_over(tmp_path, pool, end):
+    stage, memory, _, pieces = stage_of(pool, [4 << 20], lazy={0}, block_bytes=256 << 10)
+    stage.capture()
+    fenced = threading.Thread(target=stage.fence, args=([pieces[0][:2]],))
+    fenced.start()  # waits for a writer
+    if end == "error":
+        io = _C.FaultIo([(0, "errno", 28)], sticky=True, only=["pwrite"])
+        with pytest.raises(OSError):
+            _C.unlink(io, tmp_path / "nothing")
+        with pytest.raises(OSError, match="pwrite") as caught:
+            _C.write_stage(io, tmp_path / "f", stage)
+        assert caught.value.errno == 28
+    elif end == "cancel":
+        stage.cancel("the disk is gone")
+        with pytest.raises(RuntimeError, match="the disk is gone"):
+            _C.write_stage(_C.PosixIo(), tmp_path / "f", stage)
+        with pytest.raises(RuntimeError, match="the disk is gone"):
+            stage.open(4096, 1)
+    else:
+        stage.close()
+    fenced.join()
+    assert stage.copied and not (tmp_path / "f").exists()
+    stage.close()
+    assert threads() == set()
+    del memory
+
+
+def test_refuses_what_cannot_be(pool):
+    big = random_bytes(10)
+    one = (address_of(big), 10, 4096, False)
+    cases = {
+        "ends after file_bytes": ([one], 4100),
+        "begins before the end of the one before it": ([one, one], 9000),
+        "smaller than the file and than two blocks": ([one], 100 << 20),
+    }
+    for text, (pieces, file_bytes) in cases.items():
+        with pytest.raises(ValueError, match=text):
+            _C.Stage(pool, HEADER, pieces, file_bytes, block_bytes=HUGE)
+    with pytest.raises(ValueError, match="threads"):
+        _C.Stage(pool, HEADER, [one], 9000, threads=0)
+    stage = _C.Stage(pool, HEADER, [one], 9000)
+    stage.capture()
+    with pytest.raises(ValueError, match="more than its bytes"):
+        stage.fill(4096, 1)
+    with pytest.raises(ValueError, match="not inside"):
+        stage.open(9000, 1)

@@ -1,0 +1,310 @@
+"""Lazy capture: a guarded optimizer's tensors are read after `save` returned and are still those of the call.
+
+What writes to them (any torch optimizer, one with a write hook, nobody), and what goes wrong without a fence. A slow
+capture is made by a pool of two blocks and a rate limit: all but the first blocks wait for the disk.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from plait import _C
+from plait.ckpt import Snapshots, TornSnapshot
+from plait.ckpt.capture import BLOCK_BYTES
+
+SLOW = {"pool_bytes": 2 * BLOCK_BYTES, "rate_limit": 60 << 20}
+WIDE = 1500  # 9 MB in a weight: more than two blocks
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(WIDE, WIDE)
+        self.second = torch.nn.Linear(WIDE, 64, bias=False)
+        self.register_buffer("seen", torch.zeros(40_000))
+
+    def forward(self, x):
+        self.seen += 1
+        return self.second(self.first(x))
+
+
+OPTIMIZERS = {  # (factory, why)
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),  # changes tensors without their version
+    "sgd_without_state": lambda p: torch.optim.SGD(p, lr=0.1),
+}
+
+
+def train(net, optimizer, seed=0):
+    torch.manual_seed(seed)
+    net(torch.randn(2, WIDE)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def frozen(net, optimizer):
+    """Copies of all tensors, by name."""
+    tensors = {f"model/{k}": v.clone() for k, v in net.state_dict().items()}
+    for index, entries in optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer/state/{index}/{k}": v.clone() for k, v in entries.items() if torch.is_tensor(v)}
+    return tensors
+
+
+def saved(root, step, like):
+    """The same out of a snapshot."""
+    from plait.ckpt.reader import SnapshotReader
+
+    (folder,) = root.glob(f"step-{step:09d}*")
+    reader = SnapshotReader(folder)
+    return {name: reader.read_full(name) for name in like}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+@pytest.mark.parametrize("pool", [{}, SLOW], ids=["whole_pool", "slabs"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_steps_right_after_a_save_do_not_change_what_is_saved(tmp_path, kind, pool):
+    """Case L8: from the second save on, without any call by the user."""
+    net = Net()
+    optimizer = OPTIMIZERS[kind](net.parameters())
+    train(net, optimizer)
+    with Snapshots(tmp_path, keep_last=None, **pool) as snapshots:
+        snapshots.guard(optimizer)
+        for step in range(3):
+            wanted = frozen(net, optimizer)
+            handle = snapshots.save(step, {"model": net, "optimizer": optimizer})
+            train(net, optimizer, seed=step)
+            handle.wait()
+            assert same(saved(tmp_path, step, wanted), wanted)
+            assert handle.fence_s >= 0 and (handle.slabs > 1) == bool(pool)
+
+
+def test_a_small_pool_says_what_it_will_cost_before_the_next_save(tmp_path):
+    net = Net()
+    optimizer = OPTIMIZERS["adamw"](net.parameters())
+    train(net, optimizer)
+    with Snapshots(tmp_path, **SLOW) as snapshots:
+        snapshots.guard(optimizer)
+        first = snapshots.save(1, {"model": net, "optimizer": optimizer})
+        assert first.expected_hold_s is None and first.slabs > 2
+        first.wait()
+        second = snapshots.save(2, {"model": net, "optimizer": optimizer})
+        second.fence()  # opens when all but the last slab is written
+        assert second.held_bytes > 10 << 20 and second.expected_hold_s > 0 and second.fence_s > 0.01
+
+
+def test_without_a_guard_a_small_pool_holds_the_call_and_is_right(tmp_path):
+    net = Net()
+    with Snapshots(tmp_path, **SLOW) as snapshots:
+        wanted = {f"model/{k}": v.clone() for k, v in net.state_dict().items()}
+        handle = snapshots.save(1, {"model": net, "strided": net.first.weight.t()})
+        stall_s = handle.stall_s
+        for tensor in net.state_dict().values():
+            tensor.zero_()
+        handle.wait()
+        assert handle.slabs > 1 and stall_s > 0.05  # at 60 MB/s, 10 MB are held
+    assert same(saved(tmp_path, 1, wanted), wanted)
+    assert torch.equal(saved(tmp_path, 1, ["strided"])["strided"], wanted["model/first.weight"].t())
+
+
+def test_two_optimizers_wait_each_for_its_own(tmp_path):
+    """As in a GAN: the generator's step need not wait for the critic's tensors."""
+    nets = [torch.nn.Linear(WIDE, WIDE, bias=False) for _ in range(2)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    with Snapshots(tmp_path, **SLOW) as snapshots:
+        for optimizer in optimizers:
+            snapshots.guard(optimizer)
+        before = [net.weight.detach().clone() for net in nets]
+        handle = snapshots.save(1, {"a": nets[0], "b": nets[1]})
+        nets[0].weight.grad = torch.ones(WIDE, WIDE)
+        optimizers[0].step()  # the file begins with it: at most its last block waits for a slot
+        assert not handle.done()
+        nets[1].weight.grad = torch.ones(WIDE, WIDE)
+        optimizers[1].step()
+        handle.wait()
+    got = saved(tmp_path, 1, ["a/weight", "b/weight"])
+    assert torch.equal(got["a/weight"], before[0]) and torch.equal(got["b/weight"], before[1])
+
+
+class BucketOptimizer:
+    """The hooks of parallel.data.ShardedAdamW: says what it is about to write, as flat views."""
+
+    class Piece:
+        def __init__(self, param):
+            self.param, self.master = param, None
+
+    def __init__(self, flat, names):
+        self.flat, self.names, self.hooks = flat, names, {}
+
+    def register_step_pre_hook(self, hook):
+        raise AssertionError("the write hook is the better one")
+
+    def register_write_pre_hook(self, hook):
+        handle = torch.utils.hooks.RemovableHandle(self.hooks)
+        self.hooks[handle.id] = hook
+        return handle
+
+    def pieces(self):
+        for flat in self.flat:
+            yield self.Piece(flat[:-3])
+
+    def step(self):
+        for flat in self.flat:
+            for hook in self.hooks.values():
+                hook([flat])
+            flat.add_(1)
+
+
+def test_an_optimizer_with_a_write_hook_waits_bucket_by_bucket(tmp_path):
+    flat = [torch.randn(WIDE * WIDE) for _ in range(3)]
+    optimizer = BucketOptimizer(flat, "abc")
+    with Snapshots(tmp_path, **SLOW) as snapshots:
+        snapshots.guard(optimizer)
+        wanted = {name: f[:-3].clone() for name, f in zip("abc", flat, strict=True)}
+        handle = snapshots.save(1, {name: f[:-3] for name, f in zip("abc", flat, strict=True)})
+        optimizer.step()
+        handle.wait()
+    assert same(saved(tmp_path, 1, wanted), wanted)
+    assert not optimizer.hooks  # close() takes them away
+
+
+def test_a_write_without_a_fence_fails_the_save_and_leaves_nothing(tmp_path):
+    """Case L18: `.data.add_` through numpy changes no version."""
+    net = torch.nn.Linear(WIDE, WIDE)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with Snapshots(tmp_path) as snapshots:
+        snapshots.save(1, {"model": net}).wait()
+    snapshots = Snapshots(tmp_path, **SLOW)
+    snapshots.guard(optimizer)
+    handle = snapshots.save(2, {"model": net})
+    version = net.weight._version
+    net.weight.detach().numpy()[:] += 1
+    assert net.weight._version == version
+    with pytest.raises(TornSnapshot, match=r"step 2: 'model/weight' was changed after save\(\)"):
+        handle.wait()
+    optimizer.step()  # nothing hangs
+    assert snapshots.latest() == 1 and not list(tmp_path.glob(".tmp*"))
+    snapshots.save(3, {"model": net}).wait()
+    snapshots.close()
+
+
+def test_a_write_that_the_samples_miss_is_found_by_its_version(tmp_path):
+    net = torch.nn.Linear(WIDE, WIDE)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with Snapshots(tmp_path, **SLOW) as snapshots:
+        snapshots.guard(optimizer)
+        handle = snapshots.save(1, {"model": net})
+        with torch.no_grad():
+            net.weight[WIDE - 1, WIDE - 1] = 3.0
+        with pytest.raises(TornSnapshot, match="model/weight"):
+            handle.wait()
+
+
+def test_a_fence_allows_any_write(tmp_path):
+    net = torch.nn.Linear(WIDE, WIDE)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with Snapshots(tmp_path, **SLOW) as snapshots:
+        snapshots.guard(optimizer)
+        wanted = {"model/weight": net.weight.detach().clone()}
+        handle = snapshots.save(1, {"model": net})
+        handle.fence()
+        net.weight.data.zero_()
+        handle.wait()
+    assert same(saved(tmp_path, 1, wanted), wanted)
+
+
+def test_tensors_dropped_after_a_save_are_kept_until_captured_and_then_let_go(tmp_path):
+    net = torch.nn.Linear(WIDE, WIDE)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    wanted = {"model/weight": net.weight.detach().clone()}
+    reference = weakref.ref(net.weight.untyped_storage())
+    with Snapshots(tmp_path, **SLOW) as snapshots:
+        snapshots.guard(optimizer)
+        handle = snapshots.save(1, {"model": net})
+        net.weight.data = torch.zeros(3)  # the old storage has no other owner
+        del net, optimizer
+        gc.collect()
+        handle.wait()
+        gc.collect()
+        assert reference() is None
+    assert same(saved(tmp_path, 1, wanted), wanted)
+
+
+def test_resizing_a_tensor_that_is_being_captured_is_refused_by_torch(tmp_path):
+    net = torch.nn.Linear(WIDE, WIDE)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with Snapshots(tmp_path, **SLOW) as snapshots:
+        snapshots.guard(optimizer)
+        snapshots.save(1, {"model": net})
+        with pytest.raises(RuntimeError, match="not resizable"):
+            net.weight.untyped_storage().resize_(0)
+
+
+def test_tied_and_later_added_parameters(tmp_path):
+    """A group added later is captured in the call until it is the optimizer's, and lazily from then on."""
+    tied, late = torch.nn.Linear(WIDE, WIDE, bias=False), torch.nn.Linear(WIDE, WIDE, bias=False)
+    optimizer = torch.optim.SGD(tied.parameters(), lr=0.1)
+    state = {"a": tied, "b": {"weight": tied.weight}, "late": late}
+    with Snapshots(tmp_path, keep_last=None) as snapshots:
+        snapshots.guard(optimizer)
+        capturer = snapshots._capturer
+        assert capturer is not None
+        for step, lazy in ((1, {"a/weight"}), (2, {"a/weight", "late/weight"})):
+            wanted = {"b/weight": tied.weight.detach().clone(), "late/weight": late.weight.detach().clone()}
+            handle = snapshots.save(step, state)
+            assert {name for name, _ in capturer._plan.lazy} == lazy
+            if step == 1:
+                late.weight.data.zero_()  # not the optimizer's yet: free at once
+                optimizer.add_param_group({"params": list(late.parameters())})
+            for weight in (tied.weight, late.weight):
+                weight.grad = torch.ones_like(weight)
+            optimizer.step()
+            handle.wait()
+            assert same(saved(tmp_path, step, wanted), wanted)
+
+
+def test_an_error_of_the_disk_opens_the_fence(tmp_path):
+    net = torch.nn.Linear(WIDE, WIDE)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    io = _C.FaultIo([(40, "errno", 5)], sticky=True, only=["pwrite"])
+    snapshots = Snapshots(tmp_path, io=io, pool_bytes=2 * BLOCK_BYTES, threads=1)
+    snapshots.guard(optimizer)
+    net.weight.grad = torch.ones_like(net.weight)
+    failed = 0
+    for step in range(12):
+        try:
+            handle = snapshots.save(step, {"model": net})
+            optimizer.step()
+            handle.wait()
+        except OSError as error:
+            assert error.errno == 5
+            failed += 1
+    assert failed >= 2
+    snapshots.close()
+
+
+def test_what_cannot_be_seen_writing_is_not_guarded(tmp_path):
+    with Snapshots(tmp_path) as snapshots:
+        with pytest.raises(TypeError, match="dict has no register_step_pre_hook"):
+            snapshots.guard({})
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+        snapshots.guard(optimizer)
+        snapshots.guard(optimizer)
+        assert len(optimizer._optimizer_step_pre_hooks) == 1
+    assert len(optimizer._optimizer_step_pre_hooks) == 0
+
+
+def test_prepare_takes_the_memory_that_the_first_save_needs(tmp_path):
+    net = Net()
+    with Snapshots(tmp_path) as snapshots:
+        snapshots.prepare({"model": net}, extra_bytes=2 << 20)
+        pool = snapshots._capturer.pool
+        snapshots.save(1, {"model": net, "more": torch.zeros(400_000)}).wait()
+        assert snapshots._capturer.pool is pool
