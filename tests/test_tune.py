@@ -4,10 +4,12 @@ The walk runs here with a compiler and a clock that are made up, so that each ru
 candidate wins, wrong, spilling and oversized ones are refused, noise alone changes nothing.
 """
 
+import ast
 import itertools
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -157,6 +159,65 @@ def test_a_written_row_changes_the_look_up_of_the_next_process(tmp_path):
     rows = [Row("linear", ("epilogue", 90, "large"), dict(tile._asdict()), ORIGIN)]
     write(package / "kernels" / "tuned" / "sm_90.json", rows)
     assert answer()[1:] == [" ".join(map(str, tile)), other]
+
+
+# Origins: a number of a launch that stands in Python is derived and says from what
+
+# Names of tiles, warps, stages, chunks, limits between tiles; data of tests and formats are none of them.
+LAUNCH_NUMBER = re.compile(r"BLOCK|WARPS|TILE|STAGES|PASSES|WINDOW|PARTIAL|CHUNK|SPLIT|STEPS|ROWS|UP_TO|FEW|RESIDENT")
+ORIGINS = re.compile(r"derived|offline|compile|spill|data sheet", re.IGNORECASE)
+RUN = re.compile(r"#|_?[A-Z][A-Z0-9_, ]*(: .*)? = ")
+LAUNCHING = sorted(
+    path
+    for path in (ROOT / "kernels").glob("*.py")
+    if not path.name.endswith("_points.py") and path.name not in ("gate.py", "tune.py", "tune_cases.py")
+)
+
+
+def numbers_without_origin(source: str) -> list[str]:
+    """Launch numbers of a file that neither the comment above them, nor one beside, nor the first lines explain."""
+    lines, tree = source.splitlines(), ast.parse(source)
+    if ORIGINS.search(ast.get_docstring(tree) or ""):
+        return []
+    found = []
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        names = [
+            x.id for target in targets if target is not None for x in ast.walk(target) if isinstance(x, ast.Name)
+        ]
+        value = getattr(node, "value", None)
+        has_number = value is not None and any(type(getattr(x, "value", None)) is int for x in ast.walk(value))
+        if not has_number or not names or not all(name.isupper() and LAUNCH_NUMBER.search(name) for name in names):
+            continue
+        first = node.lineno - 1
+        while first and RUN.match(lines[first - 1]):
+            first -= 1  # a comment above a run of numbers holds for all of them
+        if not ORIGINS.search("\n".join(lines[first : node.end_lineno])):
+            found.append(", ".join(names))
+    return found
+
+
+@pytest.mark.parametrize("path", LAUNCHING, ids=lambda path: path.name)
+def test_numbers_of_a_launch_say_where_they_come_from(path):
+    assert numbers_without_origin(path.read_text()) == []
+
+
+def test_a_number_without_origin_is_found():
+    good = '"""A file."""\n# Eight a thread (derived).\n_BLOCK = 2048\n_WARPS = 4\n'
+    assert numbers_without_origin(good) == []
+    assert numbers_without_origin(good.replace(" (derived)", "")) == ["_BLOCK", "_WARPS"]
+    assert (
+        numbers_without_origin(good.replace("A file", "Each tile compiles without spills").replace("(d", "(")) == []
+    )
+    assert numbers_without_origin('"""A file."""\n_TILES: dict[int, int] = {\n    80: 1,  # registers 255\n}\n') == [
+        "_TILES"
+    ]
+
+
+def test_no_comment_claims_a_time_on_a_card():
+    """What was timed is a row of tuned/, which says on which card, when and at which commit."""
+    claims = re.compile(r"#.*\b(?:measured|timed) on\b(?!.*\d{4}-\d{2}-\d{2})(?! a card)")
+    assert [line for path in LAUNCHING for line in path.read_text().splitlines() if claims.search(line)] == []
 
 
 # The walk, with a compiler and a clock made up
