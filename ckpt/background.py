@@ -15,9 +15,11 @@ from pathlib import Path
 from plait.ckpt.agree import Agreement
 from plait.ckpt.captured import Captured
 from plait.ckpt.commit import Writer, abort, await_commit, bury, coordinate, post_error, publish_latest
+from plait.ckpt.delta import Delta
 from plait.ckpt.folders import parse_step, remove_folder, session_attempts
 from plait.ckpt.handle import Handle
 from plait.ckpt.keep import Policy, retain
+from plait.ckpt.manifest import Fragment
 from plait.ckpt.ownership import Ownership
 from plait.ckpt.part import write_part
 from plait.ckpt.uploads import Tiers
@@ -40,10 +42,12 @@ class Background:
         grid: Mapping[str, int],
         owned: Ownership | None,
         tiers: Tiers,
+        delta: bool = False,
     ) -> None:
         self.writer = writer
         self._session, self._policy, self._agreement = session, policy, agreement
         self._grid, self._owned, self._tiers = dict(grid), owned, tiers
+        self._delta = Delta() if delta else None
         self._thread: threading.Thread | None = None
         self._jobs: queue.SimpleQueue[tuple[Handle, Captured] | None] = queue.SimpleQueue()
 
@@ -95,25 +99,27 @@ class Background:
         attempt, writer = self._attempt(handle), self.writer
         if self._owned is None:
             try:
-                write_part(writer, attempt, handle.step, captured)
+                fragment = write_part(writer, attempt, handle.step, captured, self._delta)
             except BaseException as error:
                 self._tell(attempt, error)
                 raise
-            self._committed(handle, await_commit(writer, attempt, handle.step))
+            self._committed(handle, await_commit(writer, attempt, handle.step), fragment)
             return
         try:
-            write_part(writer, attempt, handle.step, captured)
+            fragment = write_part(writer, attempt, handle.step, captured, self._delta)
             folder = coordinate(writer, attempt, handle.step, self._owned.lock, self._owned.run, self._grid)
         except BaseException as error:
             self._abort(attempt, error)
             raise
-        self._committed(handle, folder)
+        self._committed(handle, folder, fragment)
         publish_latest(writer, folder)
         self._tidy(folder, handle.sequence)
 
-    def _committed(self, handle: Handle, folder: Path) -> None:
+    def _committed(self, handle: Handle, folder: Path, fragment: Fragment) -> None:
         """The snapshot is durable: the tiers take it over before retention can."""
         handle.committed(folder)
+        if self._delta is not None:
+            self._delta.committed(folder, fragment)
         self._tiers.submit(handle, folder)
 
     def _tell(self, attempt: str, error: BaseException) -> None:

@@ -110,6 +110,7 @@ class Capturer:
                 hold_in_place(item.tensor)
         names = [placed.share.leaf.name for placed in plan.layout.pieces]
         captured.stage, captured.flight = stage, Flight(step, stage, held, names)
+        captured.pool = pool
         return captured
 
     def finish(self, captured: Captured, flat: Flat) -> None:

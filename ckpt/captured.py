@@ -6,6 +6,7 @@ and bytes come through the stage as soon as they are copied.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from plait import _C
@@ -29,6 +30,7 @@ class Captured:
         self.layout, self.aliases = layout, aliases
         self.objects, self.per_rank = objects, per_rank
         self.stage: _C.Stage | None = None
+        self.pool: _C.StagingPool | None = None
         self.flight: Flight | None = None
         self._rank = rank
 
@@ -50,11 +52,13 @@ class Captured:
         """What is captured only when as much has been written; 0 when the pool holds the whole state."""
         return self.stage.held_bytes if self.stage is not None else 0
 
-    def describe(self) -> tuple[Piece, ...]:
-        """Returns the fragment's pieces. All blocks must have been written (their hashes are made on the way)."""
+    def describe(self, hashes: Sequence[str] | None = None) -> tuple[Piece, ...]:
+        """Returns the fragment's pieces. All blocks must have been written (their hashes are made on the way), unless
+        `hashes` are given."""
         empty = _C.xxh3_128(b"").hex()
         pieces = self.layout.pieces
-        hashes = self.stage.hashes() if self.stage is not None else [empty] * len(pieces)
+        if hashes is None:
+            hashes = self.stage.hashes() if self.stage is not None else [empty] * len(pieces)
         return tuple(self._piece(placed, xxh3) for placed, xxh3 in zip(pieces, hashes, strict=True))
 
     def settle(self) -> None:
@@ -73,7 +77,7 @@ class Captured:
             self.flight.end()
         elif self.stage is not None:
             self.stage.close()
-        self.stage = self.flight = None
+        self.stage = self.flight = self.pool = None
 
     def _piece(self, placed: Placed, xxh3: str) -> Piece:
         share, leaf = placed.share, placed.share.leaf

@@ -42,6 +42,7 @@ from plait.ckpt.manifest import (
     Fragment,
     Manifest,
     Objects,
+    base_name,
     data_name,
     fragment_name,
     from_bytes,
@@ -165,11 +166,12 @@ def _collect(writer: Writer, folder: Path, attempt: str, step: int) -> tuple[lis
             raise SnapshotDamaged(f"'{path}' is of (rank, attempt, step, world) {said}, not of this attempt")
         fragments.append(fragment)
         entries.append(FileEntry(path.name, len(data), sha256(data)))
-        if fragment.file is not None:
-            size = os.stat(folder / data_name(rank)).st_size
-            if fragment.file.name != data_name(rank) or size != fragment.file.bytes:
-                raise SnapshotDamaged(f"'{folder / data_name(rank)}' has {size} bytes, its fragment says otherwise")
-            entries.append(FileEntry(fragment.file.name, size, fragment.file.digest))
+        for source_step, file in fragment.data_files.items():
+            name = data_name(rank) if source_step is None else base_name(rank, source_step)
+            size = os.stat(folder / name).st_size
+            if file.name != name or size != file.bytes:
+                raise SnapshotDamaged(f"'{folder / name}' has {size} bytes, its fragment says otherwise")
+            entries.append(FileEntry(name, size, file.digest))
     return fragments, entries
 
 

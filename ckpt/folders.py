@@ -23,7 +23,7 @@ _STEP = re.compile(r"step-(\d{9,})(?:-(\d+))?")
 _ATTEMPT = re.compile(r"\.tmp-(?:\d+|restore)-([0-9a-f]{16})-\d+")
 _TRASH = re.compile(r"\.trash-[0-9a-f]{16}-step-\d{9,}(?:-\d+)?")
 _INSIDE = re.compile(
-    r"(?:r\d{5,}\.(?:safetensors|json|ok|error)|MANIFEST\.json|objects\.json|abort\.error)(?:\.part)?"
+    r"(?:r\d{5,}\.(?:(?:s\d{9,}\.)?(?:p\d{5,}\.)?safetensors|json|ok|error)|MANIFEST\.json|objects\.json|abort\.error)(?:\.part)?"
 )
 
 
@@ -70,6 +70,7 @@ def make_folder(io: _C.Io, path: Path) -> None:
     """Makes a folder; another rank may have made it already."""
     try:
         _C.mkdir(io, path)
+        os.chmod(path, 0o700)  # as the files in it: for their owner only
     except FileExistsError:
         if not path.is_dir():
             raise
@@ -113,7 +114,8 @@ def session_attempts(root: Path, session: str) -> list[Path]:
 
 def remove_part(io: _C.Io, folder: Path, rank: int) -> None:
     """Removes what a rank wrote into an attempt that will not be committed."""
-    for name in (data_name(rank), fragment_name(rank)):
+    bases = [path.name for path in folder.glob(f"r{rank:05d}.s*.safetensors")]
+    for name in (data_name(rank), *bases, fragment_name(rank)):
         for path in (folder / name, folder / (name + PART)):
             if path.exists():
                 remove_shared(io, path)

@@ -33,7 +33,7 @@ def own(io: _C.Io, root: Path, rank: int, session: str, known_run: Callable[[], 
     another job writes here.
     """
     new = not root.is_dir()
-    root.mkdir(parents=True, exist_ok=True)
+    root.mkdir(parents=True, exist_ok=True, mode=0o700)
     if rank != 0:
         return None
     if new:

@@ -12,17 +12,28 @@ from plait import _C
 from plait.ckpt.capture import BLOCK_BYTES
 from plait.ckpt.captured import Captured
 from plait.ckpt.commit import Writer
+from plait.ckpt.delta import Change, Delta, link_bases
 from plait.ckpt.folders import announce, attempt_folder, make_folder
 from plait.ckpt.manifest import FORMATS, DataFile, Fragment, data_name, fragment_name, to_bytes
 
 
-def write_part(writer: Writer, attempt: str, step: int, captured: Captured) -> Fragment:
-    """Writes and publishes this rank's data file and fragment. OSError names operation and path."""
+def write_part(writer: Writer, attempt: str, step: int, captured: Captured, delta: Delta | None = None) -> Fragment:
+    """Writes and publishes this rank's data file and fragment. OSError names operation and path.
+
+    delta: pieces that an older snapshot holds are referenced there instead.
+    """
     folder = attempt_folder(writer.root, attempt)
     make_folder(writer.io, folder)
-    file = None
-    if captured.layout.pieces:
-        file = _write_data(writer, folder / data_name(writer.rank), captured)
+    file: DataFile | None = None
+    bases: tuple[DataFile, ...] = ()
+    change = delta.decide(step, captured) if delta is not None else None
+    if change is not None and link_bases(change, folder):
+        file = _write_changed(writer, folder / data_name(writer.rank), captured, change)
+        pieces, bases = change.pieces, change.bases
+    else:
+        if captured.layout.pieces:
+            file = _write_data(writer, folder / data_name(writer.rank), captured)
+        pieces = captured.describe()
     fragment = Fragment(
         format=FORMATS[Fragment],
         step=step,
@@ -30,10 +41,11 @@ def write_part(writer: Writer, attempt: str, step: int, captured: Captured) -> F
         rank=writer.rank,
         world_size=writer.world_size,
         file=file,
-        pieces=captured.describe(),
+        pieces=pieces,
         aliases=captured.aliases,
         objects=captured.objects,
         per_rank=captured.per_rank,
+        bases=bases,
     )
     announce(writer.io, folder / fragment_name(writer.rank), to_bytes(fragment))
     return fragment
@@ -41,9 +53,7 @@ def write_part(writer: Writer, attempt: str, step: int, captured: Captured) -> F
 
 def _write_data(writer: Writer, path: Path, captured: Captured) -> DataFile:
     file_bytes = captured.file_bytes
-    free = free_space(writer.io, path.parent)
-    if free < file_bytes:
-        raise OSError(errno.ENOSPC, f"write: {file_bytes} bytes are needed, {free} are free", str(path))
+    _check_space(writer, path, file_bytes)
     assert captured.stage is not None and captured.flight is not None
     try:
         result = _C.write_stage(
@@ -60,6 +70,37 @@ def _write_data(writer: Writer, path: Path, captured: Captured) -> DataFile:
         raise captured.flight.torn(int(error.piece)) from error
     captured.settle()
     return DataFile(path.name, file_bytes, BLOCK_BYTES, tuple(result.crcs))
+
+
+def _write_changed(writer: Writer, path: Path, captured: Captured, change: Change) -> DataFile | None:
+    """Writes the pieces that no older snapshot holds; None when there are none."""
+    layout = change.layout
+    if not layout.pieces:
+        captured.settle()
+        return None
+    file_bytes = len(layout.header) + layout.data_bytes
+    _check_space(writer, path, file_bytes)
+    result = _C.write_file(
+        writer.io,
+        path,
+        layout.header,
+        change.memory,
+        file_bytes,
+        block_bytes=BLOCK_BYTES,
+        threads=writer.threads,
+        rate_limit=writer.rate_limit,
+        direct=writer.direct,
+        nice=writer.nice,
+        io_priority=writer.io_priority,
+    )
+    captured.settle()
+    return DataFile(path.name, file_bytes, BLOCK_BYTES, tuple(result.crcs))
+
+
+def _check_space(writer: Writer, path: Path, file_bytes: int) -> None:
+    free = free_space(writer.io, path.parent)
+    if free < file_bytes:
+        raise OSError(errno.ENOSPC, f"write: {file_bytes} bytes are needed, {free} are free", str(path))
 
 
 def free_space(io: _C.Io, path: Path) -> int:

@@ -46,11 +46,12 @@ class Snapshots:
     taken and faulted in now; a larger state goes through it in slabs (see Handle). 0: as much as the state needs,
     taken by `prepare` or else by the first save. pin: page-lock it for CUDA; None: when CUDA is in use by then.
     threads: for copying, and for writing, which run at `nice` and `io_priority` (normal, low, idle). rate_limit:
-    bytes per second for writing, 0 none. read_only: takes no LOCK, saves nothing. tiers: where committed snapshots
-    are copied to in the background (tiers.Tier), nearest first; a restore takes the nearest good copy. key, key_file:
-    32 bytes, or a file with them or their hex digits: it signs manifests, which must then be signed by it, and seals
-    encrypted tiers. agreement_root: where ranks agree during a restore, when they cannot write to `root`. io: the
-    system calls (tests make them fail).
+    bytes per second for writing, 0 none. read_only: takes no LOCK, saves nothing. delta: what did not change since
+    the last save is linked, not written (plait.ckpt.delta). tiers: where committed snapshots are copied in the
+    background (tiers.Tier), nearest first; a restore takes the nearest good copy. key, key_file: 32 bytes, or a file
+    with them or their hex digits: it signs manifests, which must then be signed by it, and seals encrypted tiers.
+    agreement_root: where ranks agree during a restore, when they cannot write to `root`. io: the system calls (tests
+    make them fail).
 
     Rank 0 takes the LOCK: SnapshotLocked names the owner when another job writes here. It also removes what dead
     attempts left behind. Make the object after any fork.
@@ -77,6 +78,7 @@ class Snapshots:
         io_priority: str = "low",
         read_only: bool = False,
         agreement_root: str | Path | None = None,
+        delta: bool = False,
         tiers: Sequence[Tier] = (),
         key: bytes | None = None,
         key_file: str | Path | None = None,
@@ -122,11 +124,16 @@ class Snapshots:
             owned = own(self._io, self.root, rank, self._session, self._tiers.known_run)
             self._lock = None if owned is None else owned.lock
             self._background = Background(
-                writer, self._session, self.policy, self._agreement, self._grid, owned, self._tiers
+                writer, self._session, self.policy, self._agreement, self._grid, owned, self._tiers, delta
             )
             run = "" if owned is None else owned.run
-            launch = Launch(rank, world_size, self._session, self._io, self._key, run, timeout_s, stop)
-            self._tiers.start(launch, newest_valid(self._io, self.root, self._key) if tiers else None)
+            end = threading.Event()  # not that of the writer: copies go on while it is closed
+            launch = Launch(rank, world_size, self._session, self._io, self._key, run, timeout_s, end)
+            try:
+                self._tiers.start(launch, newest_valid(self._io, self.root, self._key) if tiers else None)
+            except BaseException:
+                self.close(timeout_s=0.0)
+                raise
             self._capturer = Capturer(rank, world_size, pool_bytes, threads, pin)
 
     @classmethod
