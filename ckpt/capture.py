@@ -18,7 +18,9 @@ from plait.ckpt.captured import Captured
 from plait.ckpt.device import CudaStreams, DeviceCopies, DevicePiece, Streams, bytes_of
 from plait.ckpt.guard import Flight, Guard, Guards, Held, hold_in_place, version_of
 from plait.ckpt.layout import SMALL_BYTES, DataLayout, Placed, lay_out, shares_of
-from plait.ckpt.state import Flat, Leaf
+from plait.ckpt.leaf import Leaf
+from plait.ckpt.state import Flat
+from plait.ckpt.structure import signature_of
 from plait.ckpt.values import encode
 
 BLOCK_BYTES = 4 << 20  # one CRC32C each; what a reader must take as a whole; a slot of the pool
@@ -47,6 +49,7 @@ class _Plan:
 
     signature: tuple[Any, ...]
     layout: DataLayout
+    names: tuple[str, ...]  # of the pieces
     aliases: dict[str, str]
     staged: tuple[tuple[int, int, int, bool], ...]  # (address or 0, bytes, file offset, lazy) of each piece
     others: tuple[_Other, ...]
@@ -84,14 +87,14 @@ class Capturer:
 
         extra_bytes: of state that is still to come.
         """
-        plan = self._planned(list(flat.tensors.values()))
+        plan = self._planned(flat)
         self._pool_of(len(plan.layout.header) + plan.layout.data_bytes + extra_bytes)
 
     def begin(self, step: int, flat: Flat) -> Captured:
         """Encodes all values and plans the copies; StateError names what cannot be stored. `finish` must follow."""
-        objects = {name: encode(node.value, node.path) for name, node in flat.values.items()}
+        objects = flat.encoded | {name: encode(node.value, node.path) for name, node in flat.values.items()}
         per_rank = {name: encode(node.value, node.path, tensors=True) for name, node in flat.per_rank.items()}
-        plan = self._planned(list(flat.tensors.values()))
+        plan = self._planned(flat)
         captured = Captured(plan.layout, plan.aliases, objects, per_rank, (self._rank, self._world_size))
         if not plan.layout.pieces:
             return captured
@@ -108,8 +111,7 @@ class Capturer:
         for item in held:
             if item.tensor.device.type == "cpu":
                 hold_in_place(item.tensor)
-        names = [placed.share.leaf.name for placed in plan.layout.pieces]
-        captured.stage, captured.flight = stage, Flight(step, stage, held, names)
+        captured.stage, captured.flight = stage, Flight(step, stage, held, plan.names)
         captured.pool = pool
         return captured
 
@@ -157,10 +159,10 @@ class Capturer:
         copies.start(pieces, streams_of, host)
         return copies
 
-    def _planned(self, leaves: list[Leaf]) -> _Plan:
-        signature = (self.guards.token(), *(_signature(leaf) for leaf in leaves))
+    def _planned(self, flat: Flat) -> _Plan:
+        signature = (self.guards.token(), flat.signature or signature_of(flat))
         if self._plan is None or self._plan.signature != signature:
-            self._plan = self._new_plan(leaves, signature)
+            self._plan = self._new_plan(list(flat.tensors.values()), signature)
             self.plans_made += 1
         return self._plan
 
@@ -185,7 +187,8 @@ class Capturer:
             if size and not is_plain:
                 others.append(_Other(leaf.name, share.start, share.stop, at, size, owner))
         kept = DataLayout(layout.header, tuple(map(_without_data, layout.pieces)), layout.data_bytes)
-        return _Plan(signature, kept, aliases, tuple(staged), tuple(others), tuple(lazy.items()))
+        names = tuple(placed.share.leaf.name for placed in layout.pieces)
+        return _Plan(signature, kept, names, aliases, tuple(staged), tuple(others), tuple(lazy.items()))
 
     def _pool_of(self, num_bytes: int) -> _C.StagingPool:
         """Returns the pool, grown when too small, unless its size was given."""
@@ -228,24 +231,6 @@ def find_aliases(leaves: Sequence[Leaf]) -> dict[str, str]:
         if target != leaf.name:
             aliases[leaf.name] = target
     return aliases
-
-
-def _signature(leaf: Leaf) -> tuple[Any, ...]:
-    """Returns all that a plan depends on: what the tensor is, and which memory it is now."""
-    tensor = leaf.tensor
-    memory = (tensor.data_ptr(), tensor.untyped_storage().data_ptr(), tensor.stride(), tensor.device)
-    lazy_bits = (tensor.is_conj(), tensor.is_neg())
-    return (
-        leaf.name,
-        tensor.dtype,
-        leaf.full_shape,
-        leaf.box,
-        leaf.flat,
-        leaf.replica,
-        tensor.shape,
-        memory,
-        lazy_bits,
-    )
 
 
 def _is_plain_memory(tensor: torch.Tensor) -> bool:

@@ -30,7 +30,8 @@ from plait.ckpt.keep import Policy
 from plait.ckpt.lock import RootLock
 from plait.ckpt.ownership import own
 from plait.ckpt.restore import Restored, Wanted, restore_state
-from plait.ckpt.state import Node, flatten
+from plait.ckpt.state import Node
+from plait.ckpt.structure import Flattener
 from plait.ckpt.tiers import Launch, Tier
 from plait.ckpt.uploads import Tiers
 
@@ -118,6 +119,7 @@ class Snapshots:
         self._capturer: Capturer | None = None
         self._background: Background | None = None
         self._lock: RootLock | None = None
+        self._flattener = Flattener()
         self._sequence = 0
         self._last: Handle | None = None
         if not read_only:
@@ -170,7 +172,7 @@ class Snapshots:
         self._sequence += 1
         handle = Handle(step, self._sequence)
         try:
-            flat = flatten(state)
+            flat = self._flattener.flatten(state)
             if metrics:
                 flat.values[METRICS] = Node("value", METRICS, "metrics", check_metrics(metrics))
             captured = capturer.begin(step, flat)
@@ -217,7 +219,7 @@ class Snapshots:
         (an optimizer's before its first step). Not needed with `pool_bytes`.
         """
         self.wait()
-        self._writing()[1].prepare(flatten(state), extra_bytes)
+        self._writing()[1].prepare(self._flattener.flatten(state), extra_bytes)
 
     def restore(
         self,

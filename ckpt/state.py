@@ -51,13 +51,16 @@ class Node:
 
 @dataclass
 class Flat:
-    """A flattened state: its tree, and what hangs on it by name. lazy: see plait.ckpt.lazy."""
+    """A flattened state: its tree, and what hangs on it by name. lazy: see plait.ckpt.lazy. encoded: further values,
+    in their JSON form, and signature: see plait.ckpt.structure."""
 
     root: Node
     tensors: dict[str, Leaf] = field(default_factory=dict)
     values: dict[str, Node] = field(default_factory=dict)
     per_rank: dict[str, Node] = field(default_factory=dict)
     lazy: list[Node] = field(default_factory=list)
+    encoded: dict[str, Any] = field(default_factory=dict)
+    signature: tuple[Any, ...] | None = None
 
     def absent(self, missing: Collection[str]) -> set[str]:
         """Returns the names of lazily made parts, and of all in them, of which the snapshot has nothing."""

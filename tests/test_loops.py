@@ -78,7 +78,7 @@ def launch(kind: str, ranks: int, *args: Any) -> dict[str, list[float]]:
         snapshots, result = run(kind, *args)
         snapshots.close()
         return result
-    results = run_ranks(ranks, on_rank, kind, *args)
+    results = run_ranks(ranks, on_rank, kind, *args, timeout=240)
     assert all(result == results[0] for result in results)
     return results[0]
 
@@ -124,9 +124,9 @@ def hybrid(rank: int, root: Path, dims: tuple[int, int], saving: bool) -> dict[s
 
 
 def test_fsdp2_over_tensor_parallelism_goes_from_grid_to_grid(tmp_path):
-    run_ranks(4, hybrid, tmp_path, (2, 2), True)
+    run_ranks(4, hybrid, tmp_path, (2, 2), True, timeout=240)
     for dims in ((1, 4), (2, 1)):
-        run_ranks(dims[0] * dims[1], hybrid, tmp_path, dims, False)
+        run_ranks(dims[0] * dims[1], hybrid, tmp_path, dims, False, timeout=240)
     model = make_model()
     with torch.no_grad():
         model[0].weight.zero_()
@@ -145,7 +145,7 @@ def hsdp(rank: int, root: Path) -> list[str]:
 
 
 def test_hsdp_is_written_once(tmp_path):
-    run_ranks(4, hsdp, tmp_path)
+    run_ranks(4, hsdp, tmp_path, timeout=240)
     model = make_model()
     restored = Snapshots(tmp_path, read_only=True).restore({"model": model})
     assert restored.report.saved_world_size == 4 and weights(model) == weights(make_model())
@@ -175,7 +175,7 @@ def num_pieces(root: Path, name: str) -> int:
 
 def test_copies_that_no_mesh_knows_count_once_and_replicas_writes_them_once(tmp_path):
     for how, pieces in (("unsaid", 4), ("said", 2)):
-        assert run_ranks(4, tensor_and_data_parallel, tmp_path / how, how) == [""] * 4
+        assert run_ranks(4, tensor_and_data_parallel, tmp_path / how, how, timeout=240) == [""] * 4
         model = make_model()
         with torch.no_grad():
             model[0].bias.zero_()
@@ -185,7 +185,7 @@ def test_copies_that_no_mesh_knows_count_once_and_replicas_writes_them_once(tmp_
 
 def test_copies_that_are_not_equal_are_refused(tmp_path):
     """Data-parallel ranks that drifted apart are found, and nobody's weights are taken for all."""
-    texts = run_ranks(4, tensor_and_data_parallel, tmp_path, "unequal")
+    texts = run_ranks(4, tensor_and_data_parallel, tmp_path, "unequal", timeout=240)
     assert "rank 3, tensor 'model/0.bias': other bytes than rank 1 has for box (4,)+(3,) of it" in texts[0]
 
 
@@ -234,15 +234,15 @@ def one_process(root: Path, first: int, steps: int) -> dict[str, list[float]]:
 
 
 def test_pipeline_stages_become_one_process_and_stages_again(tmp_path):
-    assert run_ranks(2, pipeline, tmp_path / "a", 0, 2, "said") == ["", ""]
+    assert run_ranks(2, pipeline, tmp_path / "a", 0, 2, "said", timeout=240) == ["", ""]
     one_process(tmp_path / "a", 2, 1)
-    assert run_ranks(2, pipeline, tmp_path / "a", 3, 1, "said") == ["", ""]
+    assert run_ranks(2, pipeline, tmp_path / "a", 3, 1, "said", timeout=240) == ["", ""]
     wanted = one_process(tmp_path / "b", 0, 5)
     assert one_process(tmp_path / "a", 4, 1) == wanted
 
 
 def test_tensors_that_are_not_on_all_ranks_are_refused_not_lost(tmp_path):
     """A bare tensor of one stage would be left to a rank that does not have it, and be in no file."""
-    texts = run_ranks(2, pipeline, tmp_path, 0, 1, "unsaid")
+    texts = run_ranks(2, pipeline, tmp_path, 0, 1, "unsaid", timeout=240)
     assert "the bare tensors under state['model'] are not the same on all ranks: 2 on rank 0, 3 on rank 1" in texts[0]
     assert "Replicas(value, over=mesh or (index, count))" in texts[0] and all(texts)

@@ -1,0 +1,158 @@
+"""Finds the tensors of a module, of an optimizer or of a dict again without walking them in Python.
+
+Each watch was made of one object when its state was flattened, and answers with its tensors in the order in which
+flattening met them, or with None when anything about its structure is not what it was. The one idea: structure is
+keys, identities and the absence of hooks, and all of these compare by calls that loop in C. Holds weak references.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import chain, compress, repeat
+from operator import attrgetter, call, is_
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from plait.ckpt.leaf import Sharded
+from plait.ckpt.optimizer import OptimizerState
+
+_PLAIN_METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
+
+
+class Watch(Protocol):
+    """Remembers one object's structure."""
+
+    def tensors(self, value: Any) -> list[Any] | None: ...
+
+
+class DictWatch:
+    """A dict whose values are all tensors."""
+
+    def __init__(self, value: dict[Any, Any]) -> None:
+        self._keys = list(value)
+
+    def tensors(self, value: Any) -> list[Any] | None:
+        same = type(value) in (dict, OrderedDict) and list(value) == self._keys
+        return list(value.values()) if same else None
+
+
+class ShardedWatch:
+    """A dict whose values are all Sharded, the same objects again: of these only the tensor's memory can change."""
+
+    def __init__(self, value: dict[Any, Sharded]) -> None:
+        self._keys, self._refs = list(value), list(map(weakref.ref, value.values()))
+
+    def tensors(self, value: Any) -> list[Any] | None:
+        if type(value) not in (dict, OrderedDict) or list(value) != self._keys:
+            return None
+        if not all(map(is_, value.values(), map(call, self._refs))):
+            return None
+        return list(map(attrgetter("tensor"), value.values()))
+
+
+class ModuleWatch:
+    """A module whose state_dict() is torch's own, down to every submodule, without hooks."""
+
+    def __init__(self, module: nn.Module) -> None:
+        modules = list(_walk(module))
+        self._refs = list(map(weakref.ref, modules))
+        self._children, self._local_names, self._keys, self._not_saved = self._structure(modules)
+        values = list(chain.from_iterable(map(dict.values, _dicts(modules))))
+        skipped = [self._not_saved[i // 2] if i % 2 else frozenset() for i in range(2 * len(modules))]
+        saved = [k not in some for some, keys in zip(skipped, self._keys, strict=True) for k in keys]
+        self._nones = list(map(is_, values, repeat(None)))
+        self._mask = [keep and not none for keep, none in zip(saved, self._nones, strict=True)]
+
+    @staticmethod
+    def fits(module: nn.Module) -> bool:
+        """True when nothing about the module's state is of its own making."""
+        kinds = {type(m) for m in _walk(module)}
+        plain = all(getattr(kind, name) is getattr(nn.Module, name) for kind in kinds for name in _PLAIN_METHODS)
+        return plain and not _has_hooks(list(_walk(module)))
+
+    def tensors(self, value: Any) -> list[Any] | None:
+        modules = list(map(call, self._refs))
+        if modules[0] is not value or not all(map(isinstance, modules, repeat(nn.Module))):
+            return None
+        known = (self._children, self._local_names, self._keys, self._not_saved)
+        if _has_hooks(modules) or self._structure(modules) != known:
+            return None
+        values = list(chain.from_iterable(map(dict.values, _dicts(modules))))
+        if list(map(is_, values, repeat(None))) != self._nones:
+            return None
+        return list(compress(values, self._mask))
+
+    @staticmethod
+    def _structure(modules: list[Any]) -> tuple[list[int], list[Any], list[Any], list[Any]]:
+        """Ids of all children, their names, names of parameters and buffers, and which buffers are not saved."""
+        children = list(map(attrgetter("_modules"), modules))
+        return (
+            list(map(id, chain.from_iterable(map(dict.values, children)))),
+            list(chain.from_iterable(children)),
+            list(map(tuple, _dicts(modules))),
+            list(map(frozenset, map(attrgetter("_non_persistent_buffers_set"), modules))),
+        )
+
+
+class OptimizerWatch:
+    """A torch optimizer by parameter name, whose state of every parameter is tensors only, under the same keys."""
+
+    def __init__(self, value: OptimizerState) -> None:
+        optimizer = value.optimizer
+        self._names = list(value.names)
+        self._refs = list(map(weakref.ref, _parameters(optimizer)))
+        self._owners = list(map(weakref.ref, optimizer.state))
+        self._keys = list(map(tuple, optimizer.state.values()))
+
+    @staticmethod
+    def fits(value: OptimizerState) -> bool:
+        """True when the optimizer's state_dict() is torch's own and holds nothing but tensors."""
+        optimizer = value.optimizer
+        hooks = (optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks)
+        parts = optimizer.state.values()
+        plain = type(optimizer).state_dict is torch.optim.Optimizer.state_dict and not any(hooks)
+        options = chain.from_iterable(group.values() for group in optimizer.param_groups)
+        no_tensors = not any(isinstance(option, torch.Tensor) for option in options)
+        return plain and no_tensors and all(isinstance(t, torch.Tensor) for part in parts for t in part.values())
+
+    def tensors(self, value: Any) -> list[Any] | None:
+        if type(value) is not OptimizerState or value.names != self._names:
+            return None
+        optimizer = value.optimizer
+        here = _parameters(optimizer)
+        hooks = (optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks)
+        if any(hooks) or len(here) != len(self._refs) or len(optimizer.state) != len(self._owners):
+            return None
+        if not all(map(is_, chain(here, optimizer.state), map(call, chain(self._refs, self._owners)))):
+            return None
+        parts = list(optimizer.state.values())
+        if set(map(type, parts)) - {dict} or list(map(tuple, parts)) != self._keys:
+            return None
+        return list(chain.from_iterable(map(dict.values, parts)))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+
+
+def _walk(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields modules as state_dict() visits them: one that has two names twice."""
+    yield module
+    for child in module._modules.values():
+        if child is not None:
+            yield from _walk(child)
+
+
+def _dicts(modules: list[Any]) -> list[dict[str, Any]]:
+    """Returns parameters and buffers of all modules, in the order of state_dict()."""
+    both = zip(map(attrgetter("_parameters"), modules), map(attrgetter("_buffers"), modules), strict=True)
+    return list(chain.from_iterable(both))
+
+
+def _has_hooks(modules: list[Any]) -> bool:
+    kinds = (attrgetter("_state_dict_hooks"), attrgetter("_state_dict_pre_hooks"))
+    return any(chain.from_iterable(map(kind, modules) for kind in kinds))
