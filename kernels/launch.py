@@ -160,6 +160,9 @@ def watched() -> bool:
     )
 
 
+_PLAIN = (type(None), int, bool, float, str)
+
+
 def _quick(kernel: Callable[..., Any], autograd: Callable[..., Any]) -> Callable[..., Any]:
     """`autograd`, but `kernel` itself where no gradient is asked for: saves a graph node and a second dispatch."""
 
@@ -170,7 +173,7 @@ def _quick(kernel: Callable[..., Any], autograd: Callable[..., Any]) -> Callable
             if kind is torch.Tensor or kind is torch.nn.Parameter:
                 if enabled and x.requires_grad:
                     return autograd(*arguments)
-            elif isinstance(x, torch.Tensor | list):  # a subclass may dispatch by itself
+            elif kind not in _PLAIN:  # a list, or a subclass of Tensor, which may dispatch by itself
                 return autograd(*arguments)
         return autograd(*arguments) if watched() else kernel(*arguments)
 
