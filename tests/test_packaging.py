@@ -25,6 +25,9 @@ def copy_of_the_sources(work: Path) -> Path:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
+    tuned = source / "kernels" / "tuned"  # as `plait kernels tune` leaves it
+    tuned.mkdir(exist_ok=True)
+    (tuned / "sm_70.json").write_text('{"format": 1, "rows": []}')
     return source
 
 
@@ -63,6 +66,13 @@ def test_wheel_holds_extension_marker_and_licences(wheel):
     assert any(n.startswith("plait/_C.") and n.endswith(".so") for n in names)
     assert "plait/py.typed" in names
     assert sum("licenses/" in n for n in names) >= 2
+
+
+def test_wheel_holds_rows_that_were_timed_and_no_other_data(wheel):
+    """Rows of the tile tables that were timed on a card; bench's results stay in the sdist."""
+    names = {name for name in wheel.namelist() if name.endswith(".json")}
+    wanted = {f"plait/kernels/tuned/{path.name}" for path in (ROOT / "kernels" / "tuned").glob("*.json")}
+    assert names == wanted | {"plait/kernels/tuned/sm_70.json"}
 
 
 def test_sdist_holds_the_sources_and_the_results_that_readme_quotes(tmp_path):
