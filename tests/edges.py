@@ -1,14 +1,18 @@
 """How tensors may lie in memory, and plain torch in the same dtype as the yardstick of 16-bit errors.
 
+Also what ops over rows are checked for in the same way: odd gradients, kept graphs, rows far apart.
+
 Nothing here is a test.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from plait.kernels import norm_rows, norm_tiles
+from plait.kernels.launch import INTERPRETED
 from tests.cases import dtype_support, normal
 
 # moved: begins off any 16-byte boundary; sliced: rows apart by an odd number; stepped: elements two apart.
@@ -48,6 +52,73 @@ def limit_norms(patch: pytest.MonkeyPatch, kind: str) -> None:
             patch.setattr(norm_tiles, name, value)
         else:
             patch.setattr(norm_rows, name, value)
+
+
+FAR = (1 << 30) + 16
+
+
+def far_rows(values: torch.Tensor) -> torch.Tensor:
+    """values[3, C] with rows FAR elements apart, the last one beyond 2^31; the memory between is never touched."""
+    rows, cols = values.shape
+    assert rows == 3
+    storage = torch.empty(2 * FAR + cols, dtype=values.dtype)
+    return storage.as_strided((rows, cols), (FAR, 1)).copy_(values)
+
+
+@contextlib.contextmanager
+def no_32_bit_overflow(first_program: int = 0) -> Iterator[None]:
+    """Within it, the interpreter stops at any 32-bit overflow; grids count from `first_program` on."""
+    if not INTERPRETED:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    builder, patch = interpreter.interpreter_builder, pytest.MonkeyPatch()
+    patch.setattr(builder, "options", interpreter.InterpreterOptions(debug=True))
+    dim, idx = builder.set_grid_dim, builder.set_grid_idx
+    patch.setattr(builder, "set_grid_dim", lambda x, y, z: dim(x + first_program, y, z))
+    patch.setattr(builder, "set_grid_idx", lambda x, y, z: idx(x + first_program, y, z))
+    try:
+        yield
+    finally:
+        patch.undo()
+
+
+def check_far_rows(op: Callable[..., torch.Tensor], x: torch.Tensor, *parameters: torch.Tensor) -> None:
+    """op(x, *parameters) of rows FAR apart has the bits, also of its gradient, of rows side by side."""
+    leaf, plain = far_rows(x).requires_grad_(), x.clone().requires_grad_()
+    dy = normal(*x.shape, dtype=x.dtype, seed=2)
+    with no_32_bit_overflow():
+        got = op(leaf, *parameters)
+        grads = [
+            torch.autograd.grad(y, leaf_of, dy)[0] for y, leaf_of in ((got, leaf), (op(plain, *parameters), plain))
+        ]
+    assert torch.equal(got, op(plain, *parameters)) and torch.equal(*grads)
+
+
+def check_odd_gradients(
+    op: Callable[..., torch.Tensor], oracle: Callable[..., torch.Tensor], *inputs: torch.Tensor
+) -> None:
+    """`sum().backward()` hands in a gradient of stride 0; a slice of the output [4, 8] one of step 2."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    for pick in (lambda y: y.sum(), lambda y: (y[..., ::2] * normal(4, 4, seed=3)).sum()):
+        got = torch.autograd.grad(pick(op(*leaves)), leaves)
+        want = torch.autograd.grad(pick(oracle(*leaves)), leaves)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def check_kept_graph(
+    op: Callable[..., torch.Tensor], oracle: Callable[..., torch.Tensor], *inputs: torch.Tensor
+) -> None:
+    """A producer that saved its output, exp, gets its own gradient, twice the same."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    loss = op(leaves[0].exp(), *leaves[1:]).square().sum()
+    first, second = (torch.autograd.grad(loss, leaves, retain_graph=True) for _ in range(2))
+    want = torch.autograd.grad(oracle(leaves[0].exp(), *leaves[1:]).square().sum(), leaves)
+    for a, b, c in zip(first, second, want, strict=True):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(a, c)
 
 
 def _run(op: Callable[..., object], inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:

@@ -19,7 +19,16 @@ from tests.cases import (
     needs_plain,
     normal,
 )
-from tests.edges import LAYOUTS, NORM_LIMITS, lay_out, limit_norms, no_worse_than_torch
+from tests.edges import (
+    LAYOUTS,
+    NORM_LIMITS,
+    check_far_rows,
+    check_kept_graph,
+    check_odd_gradients,
+    lay_out,
+    limit_norms,
+    no_worse_than_torch,
+)
 
 # Shapes around the width: none, one row, several leading dims, no rows at all.
 LEADING = ((), (1,), (2, 3), (0,))
@@ -185,23 +194,12 @@ def test_eps_is_added_to_the_variance_under_the_root():
 
 @interpret
 def test_stride_zero_and_stepped_gradients_are_not_read_as_contiguous():
-    x, w, b = (t.requires_grad_() for t in _inputs((4,), 8, torch.float64, "both"))
-    for pick in (lambda y: y.sum(), lambda y: (y[..., ::2] * normal(4, 4, seed=3)).sum()):
-        got = torch.autograd.grad(pick(layer_norm(x, w, b)), (x, w, b))
-        want = torch.autograd.grad(pick(layer_norm_ref(x, w, b)), (x, w, b))
-        for a, c in zip(got, want, strict=True):
-            torch.testing.assert_close(a, c)
+    check_odd_gradients(layer_norm, layer_norm_ref, normal(4, 8), normal(8, seed=1), normal(8, seed=2))
 
 
 @interpret
 def test_gradients_do_not_overwrite_what_a_producer_saved():
-    x, w, b = (t.requires_grad_() for t in _inputs((3,), 8, torch.float64, "both"))
-    loss = layer_norm(x.exp(), w, b).square().sum()
-    first, second = (torch.autograd.grad(loss, (x, w, b), retain_graph=True) for _ in range(2))
-    want = torch.autograd.grad(layer_norm_ref(x.exp(), w, b).square().sum(), (x, w, b))
-    for a, c, d in zip(first, second, want, strict=True):
-        assert torch.equal(a, c)
-        torch.testing.assert_close(a, d)
+    check_kept_graph(layer_norm, layer_norm_ref, normal(3, 8), normal(8, seed=1), normal(8, seed=2))
 
 
 @interpret
@@ -219,18 +217,15 @@ def test_only_one_of_the_two_outputs_used():
 
 
 @interpret
-def test_huge_row_stride_does_not_overflow_32_bits():
-    stride = (1 << 30) + 16
-    storage = torch.empty(2 * stride + 8, dtype=torch.float16)  # never touched but for three rows
-    x = storage.as_strided((3, 8), (stride, 1))
-    x.copy_(normal(3, 8))
-    leaf = x.detach().requires_grad_()
-    got = layer_norm(leaf)
-    (grad,) = torch.autograd.grad(got, leaf, normal(3, 8, dtype=torch.float16, seed=1))
-    plain = x.contiguous().requires_grad_()
-    want = layer_norm(plain)
-    assert torch.equal(got, want)
-    assert torch.equal(grad, torch.autograd.grad(want, plain, normal(3, 8, dtype=torch.float16, seed=1))[0])
+@pytest.mark.parametrize("narrow", [512, 0], ids=["tiles", "rows"])
+def test_huge_row_stride_does_not_overflow_32_bits(monkeypatch, narrow):
+    monkeypatch.setattr(norm_rows, "_MAX_NARROW", narrow)
+    check_far_rows(
+        layer_norm,
+        normal(3, 8, dtype=torch.float16),
+        normal(8, dtype=torch.float16, seed=1),
+        normal(8, dtype=torch.float16, seed=2),
+    )
 
 
 @interpret

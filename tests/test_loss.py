@@ -99,6 +99,18 @@ def test_gradient_at_high_confidence_in_bf16_is_within_a_percent():
     assert ((got.double() - want).abs() <= 0.01 * want.abs()).all()
 
 
+@pytest.mark.parametrize("once", [False, True])
+def test_gradient_of_the_head_at_high_confidence_in_bf16_is_within_a_percent(once):
+    """The weight is the identity, so that dx is the gradient of the logits."""
+    x = torch.zeros(4, 64, dtype=torch.bfloat16)
+    x[:, 3] = 10.0
+    target, eye = torch.full((4,), 3), torch.eye(64, dtype=torch.bfloat16)
+    want = run_once(linear_cross_entropy_ref, target, x.double(), eye.double())
+    got = run_once(linear_cross_entropy, target, x, eye, grad_in_forward=once)
+    for a, b in zip(got[1:], want[1:], strict=True):
+        assert ((a.double() - b).abs() <= 0.01 * b.abs()).all()
+
+
 def test_one_finite_logit_far_from_the_first_block():
     logits = torch.full((2, 70_000), float("-inf"))
     logits[:, 50_000] = 1.0
@@ -156,7 +168,7 @@ def test_loss_without_smoothing_is_never_negative(dtype):
     assert (linear_cross_entropy(x, torch.eye(8, dtype=dtype) * 30, torch.arange(8), reduction="none") >= 0).all()
 
 
-@pytest.mark.parametrize("vocab", [102_400, 262_144])
+@pytest.mark.parametrize("vocab", [102_400, 151_936, 262_144])
 def test_vocabularies_beyond_16_bits(vocab):
     x, weight = normal(2, 2, dtype=torch.float32), normal(vocab, 2, dtype=torch.float32, seed=1)
     target = torch.tensor([vocab - 1, 65_537])

@@ -23,6 +23,7 @@ from plait.kernels import (
 from plait.kernels.inspect import compile_offline
 from plait.kernels.loss_triton import grad_launch, stats_launch
 from tests.cases import TOLERANCE, close, compare, dtype_support, interpret, needs_compiler, needs_interpreter, normal
+from tests.edges import far_rows, no_32_bit_overflow
 from tests.loss_cases import (
     CASES,
     OPTIONS,
@@ -32,6 +33,7 @@ from tests.loss_cases import (
     check_random,
     check_shards_once,
     check_weights,
+    exchange_of,
     run_once,
     sharded,
     targets,
@@ -345,16 +347,36 @@ def test_vocabularies_beyond_16_bits(vocab):
 @marked(*interpreted)
 def test_rows_more_than_two_billion_elements_apart():
     """Row 2 begins at element 2^31 + 32; the pages between are never touched."""
-    stride = 2**30 + 16
-    logits = torch.empty(2 * stride + 5, dtype=torch.float16).as_strided((3, 5), (stride, 1))
-    logits.copy_(_logits(3, 5, torch.float16))
+    logits = far_rows(_logits(3, 5, torch.float16))
     target, stats = torch.tensor([4, 0, 2]), torch.empty(4, 3)
     want = logits.double()
-    stats_launch(logits, target, 0, 0.0, stats).run()
+    with no_32_bit_overflow():
+        stats_launch(logits, target, 0, 0.0, stats).run()
     close(stats[0] + stats[1].log(), want.logsumexp(1), torch.float32, "log-sum-exp")
     close(stats[2], want.gather(1, target.unsqueeze(1)).squeeze(1), torch.float32, "target's logit")
-    grad_launch(logits, target, stats[0] + stats[1].log(), torch.ones(3), 0, 5, 0.0, 0.0, 0.0, logits).run()
+    with no_32_bit_overflow():
+        grad_launch(logits, target, stats[0] + stats[1].log(), torch.ones(3), 0, 5, 0.0, 0.0, 0.0, logits).run()
     close(logits, want.softmax(1) - torch.nn.functional.one_hot(target, 5), torch.float16, "gradient")
+
+
+@marked(*interpreted)
+def test_an_odd_vocabulary_of_50257_over_two_shards():
+    """25,129 and 25,128 classes; targets at the borders of both."""
+    logits, target = _logits(4, 50_257, torch.float32), torch.tensor([0, 25_128, 25_129, 50_256])
+    whole, parts = torch.empty(4, 4), [torch.empty(4, 4) for _ in range(2)]
+    shards, starts = logits.split(25_129, 1), (0, 25_129)
+    stats_launch(logits, target, 0, 0.0, whole).run()
+    for shard, start, stats in zip(shards, starts, parts, strict=True):
+        stats_launch(shard, target, start, 0.0, stats).run()
+    merged = merge_stats(parts[0], exchange_of(parts, 0, [slice(0, 4)])[0])
+    for a, b in zip(merged, merge_stats(whole), strict=True):
+        torch.testing.assert_close(a, b)
+    grad, pieces = torch.empty_like(logits), [torch.empty_like(shard) for shard in shards]
+    options = (50_257, 0.1, 0.01, 0.0)
+    grad_launch(logits, target, merged[0], torch.ones(4), 0, *options, grad).run()
+    for shard, start, piece in zip(shards, starts, pieces, strict=True):
+        grad_launch(shard, target, merged[0], torch.ones(4), start, *options, piece).run()
+    assert torch.equal(torch.cat(pieces, 1), grad)
 
 
 @marked(*interpreted)

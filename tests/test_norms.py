@@ -9,6 +9,7 @@ from torch.library import opcheck
 from plait.kernels import l2_norm, l2_norm_ref, l2_norm_squared, l2_norm_squared_ref
 from plait.kernels.norms import first_launches, partials_launch, run_launch, table_launch
 from tests.cases import TOLERANCE, dtype_support, interpret, needs_interpreter, normal
+from tests.edges import no_32_bit_overflow
 
 SHAPES = ((5,), (3, 4), (), (0,), (1000,))
 
@@ -174,6 +175,31 @@ def test_elements_beyond_32_bits_are_reached():
     row = [-first // 2048, first + 100, -first // 2048, x.data_ptr() - 4 * first]
     table_launch(torch.tensor(row), partial, 1, 1, 1, torch.float32, aligned=False).run()
     torch.testing.assert_close(partial[0].double(), x.double().square().sum(), rtol=1e-6, atol=0)
+
+
+@interpret
+@needs_interpreter
+def test_one_tensor_of_more_than_two_billion_elements():
+    """The last chunk; the pages before it are never touched."""
+    x = torch.empty((1 << 31) + 40, dtype=torch.float16)
+    x[-40:] = normal(40, dtype=torch.float16)
+    partial = torch.zeros(2**20 + 1)
+    launch = run_launch(x, partial, 1)
+    assert launch.grid == (2**20 + 1,)
+    with no_32_bit_overflow(first_program=2**20):
+        launch._replace(grid=(1,)).run()
+    torch.testing.assert_close(partial[-1].double(), x[-40:].double().square().sum(), rtol=1e-6, atol=0)
+
+
+@interpret
+@needs_interpreter
+def test_ten_thousand_scalars_are_one_launch_whose_last_program_has_the_last():
+    tensors = [torch.full((), float(i)) for i in range(10_000)]
+    launches, partial = first_launches(tensors)
+    assert [launch.grid for launch in launches] == [(10_000,)] and partial.numel() == 10_000
+    with no_32_bit_overflow(first_program=9_999):
+        launches[0]._replace(grid=(1,)).run()
+    assert partial[-1].item() == 9_999.0**2
 
 
 @interpret

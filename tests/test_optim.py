@@ -15,9 +15,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.library import opcheck
 
 from plait.kernels import adamw_, adamw_ref
-from plait.kernels.adamw_triton import Step, step_launches, table_launch
+from plait.kernels.adamw_triton import Step, run_launch, step_launches, table_launch
 from plait.kernels.rounding import stochastic_round_ref
 from tests.cases import dtype_support, interpret, needs_interpreter, needs_plain, normal
+from tests.edges import no_32_bit_overflow
 
 NUMBERS = dict(lr=0.01, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 SHAPES = ((5,), (3, 4), (), (0,), (129,))
@@ -398,6 +399,38 @@ def test_elements_beyond_32_bits_are_reached():
     step = Step((decay, rate, correction, 0.9, 1.0 - 0.9, 0.95, 1.0 - 0.95, 1e-8))
     table_launch(table, 1, 1, 1, [x[0] for x in lists], step, aligned=False).run()
     assert torch.equal(lists[0][0], want[0]) and torch.equal(lists[2][0], want[1])
+
+
+@interpret
+@needs_interpreter
+def test_one_tensor_of_more_than_two_billion_elements():
+    """The last block of a run; the pages before it are never touched. The four overlap where nobody looks."""
+    numel = (1 << 31) + 40
+    storage = torch.empty(numel + 4 * 2048)
+    tensors = [storage[2048 * k : 2048 * k + numel] for k in range(4)]
+    tails = [x[-40:] for x in tensors]
+    for k, tail in enumerate(tails):
+        tail.copy_(normal(40, dtype=torch.float32, seed=k).abs())
+    want = adamw_ref(*(tail.clone() for tail in tails), step=1, **NUMBERS)
+    numbers = (1.0 - 0.01 * 0.1, 0.01 / (1.0 - 0.9), 1.0 - 0.95, 0.9, 1.0 - 0.9, 0.95, 1.0 - 0.95, 1e-8)
+    launch = run_launch(tensors, Step(numbers))
+    assert launch.grid == (2**31 // 1024 + 1,)
+    with no_32_bit_overflow(first_program=2**31 // 1024):
+        launch._replace(grid=(1,)).run()
+    torch.testing.assert_close(tails[0], want[0], rtol=2e-7, atol=2e-7)
+    assert torch.equal(tails[2], want[1]) and torch.equal(tails[3], want[2])
+
+
+@interpret
+@needs_interpreter
+def test_the_last_of_ten_thousand_scalars_in_one_launch():
+    lists = [[torch.full((), value) for _ in range(10_000)] for value in (1.0, 1.0, 0.0, 0.0)]
+    launches = step_launches(lists, Step((1.0, 0.1, 1.0, 0.9, 0.1, 0.9, 0.1, 1e-8)))
+    assert [launch.grid for launch in launches] == [(10_000,)]
+    with no_32_bit_overflow(first_program=9_999):
+        launches[0]._replace(grid=(1,)).run()
+    assert lists[2][-1].item() == pytest.approx(0.1) and lists[0][-1].item() < 1.0
+    assert all(x.item() == 1.0 for x in lists[0][:-1])
 
 
 @interpret

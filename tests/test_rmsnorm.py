@@ -19,7 +19,16 @@ from tests.cases import (
     needs_plain,
     normal,
 )
-from tests.edges import LAYOUTS, NORM_LIMITS, lay_out, limit_norms, no_worse_than_torch
+from tests.edges import (
+    LAYOUTS,
+    NORM_LIMITS,
+    check_far_rows,
+    check_kept_graph,
+    check_odd_gradients,
+    lay_out,
+    limit_norms,
+    no_worse_than_torch,
+)
 
 # Shapes around the width: none, one row, several leading dims, no rows at all.
 LEADING = ((), (1,), (2, 3), (0,))
@@ -186,39 +195,19 @@ def test_gradcheck_of_the_reference_in_fp64():
 
 @interpret
 def test_stride_zero_and_stepped_gradients_are_not_read_as_contiguous():
-    """`sum().backward()` hands in a gradient of stride 0; a slice of the output one of step 2."""
-    x, weight = normal(4, 8).requires_grad_(), normal(8, seed=1).requires_grad_()
-    for pick in (lambda y: y.sum(), lambda y: (y[..., ::2] * normal(4, 4, seed=3)).sum()):
-        got = torch.autograd.grad(pick(rms_norm(x, weight)), (x, weight))
-        want = torch.autograd.grad(pick(rms_norm_ref(x, weight)), (x, weight))
-        for a, b in zip(got, want, strict=True):
-            torch.testing.assert_close(a, b)
+    check_odd_gradients(rms_norm, rms_norm_ref, normal(4, 8), normal(8, seed=1))
 
 
 @interpret
 def test_gradients_do_not_overwrite_what_a_producer_saved():
-    x, weight = normal(3, 8).requires_grad_(), normal(8, seed=1).requires_grad_()
-    produced = x.exp()
-    loss = rms_norm(produced, weight).square().sum()
-    first = torch.autograd.grad(loss, (x, weight), retain_graph=True)
-    second = torch.autograd.grad(loss, (x, weight), retain_graph=True)
-    want = torch.autograd.grad(rms_norm_ref(x.exp(), weight).square().sum(), (x, weight))
-    for a, b, c in zip(first, second, want, strict=True):
-        assert torch.equal(a, b)
-        torch.testing.assert_close(a, c)
+    check_kept_graph(rms_norm, rms_norm_ref, normal(3, 8), normal(8, seed=1))
 
 
 @interpret
-def test_huge_row_stride_does_not_overflow_32_bits():
-    stride = (1 << 30) + 16
-    storage = torch.empty(2 * stride + 8, dtype=torch.float16)  # never touched but for three rows
-    x = storage.as_strided((3, 8), (stride, 1))
-    x.copy_(normal(3, 8))
-    leaf, plain = x.detach().requires_grad_(), x.contiguous().requires_grad_()
-    weight, dy = normal(8, dtype=torch.float16, seed=1), normal(3, 8, dtype=torch.float16, seed=2)
-    got, want = rms_norm(leaf, weight), rms_norm(plain, weight)
-    assert torch.equal(got, want)
-    assert torch.equal(torch.autograd.grad(got, leaf, dy)[0], torch.autograd.grad(want, plain, dy)[0])
+@pytest.mark.parametrize("narrow", [512, 0], ids=["tiles", "rows"])
+def test_huge_row_stride_does_not_overflow_32_bits(monkeypatch, narrow):
+    monkeypatch.setattr(norm_rows, "_MAX_NARROW", narrow)
+    check_far_rows(rms_norm, normal(3, 8, dtype=torch.float16), normal(8, dtype=torch.float16, seed=1))
 
 
 @interpret
