@@ -14,6 +14,7 @@ from typing import Any
 
 from plait import _C
 from plait.ckpt.commit import Writer
+from plait.ckpt.disks import Disks
 from plait.ckpt.folders import announce, make_folder, remove_folder
 from plait.ckpt.manifest import MAX_JSON_BYTES
 
@@ -32,6 +33,8 @@ class Agreement:
         if writer.world_size == 1:
             return [word]
         folder = self._folder(self._round)
+        if writer.disks is not None:
+            return self._exchange_by_store(writer.disks, folder, word)
         make_folder(writer.io, folder)
         announce(writer.io, folder / _word_name(writer.rank), json.dumps(word).encode())
         names = [_word_name(rank) for rank in range(writer.world_size)]
@@ -49,6 +52,20 @@ class Agreement:
         if writer.rank == 0:  # whoever left a word in this round has read all of the one before
             self._remove(self._round - 1)
         return words
+
+    def _exchange_by_store(self, disks: Disks, folder: Path, word: Any) -> list[Any]:
+        disks.tell(folder, _word_name(self._writer.rank), json.dumps(word).encode())
+        names = [_word_name(rank) for rank in range(self._writer.world_size)]
+
+        def look() -> list[bytes] | None:
+            words = [disks.hear(folder, name) for name in names]
+            return None if None in words else [w for w in words if w is not None]
+
+        def late() -> str:
+            absent = [rank for rank, name in enumerate(names) if disks.hear(folder, name) is None]
+            return f"ranks {absent} did not come to the restore within {self._writer.timeout_s:g} s"
+
+        return [json.loads(found) for found in self._writer.wait(look, late)]
 
     def clear(self) -> None:
         """Coordinator: removes the folder of the last round. All ranks must be past it (a commit proves that)."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from plait.ckpt.agree import Agreement
 from plait.ckpt.captured import Captured
-from plait.ckpt.commit import Writer, abort, await_commit, bury, coordinate, post_error, publish_latest
+from plait.ckpt.commit import Writer, abort, await_commit, await_disks, bury, coordinate, post_error, publish_latest
 from plait.ckpt.delta import Delta
 from plait.ckpt.folders import parse_step, remove_folder, session_attempts
 from plait.ckpt.handle import Handle
@@ -63,7 +63,7 @@ class Background:
     def refuse(self, handle: Handle, error: BaseException) -> None:
         """Tells the other ranks that nothing of this save was captured here, so that nobody waits for it."""
         if self.writer.world_size > 1:
-            (self._tell if self._owned is None else self._abort)(self._attempt(handle), error)
+            (self._tell if self.writer.rank else self._abort)(self._attempt(handle), error)
 
     def bury(self) -> None:
         """Rank 0: removes this launch's failed attempts once all ranks are past them."""
@@ -97,20 +97,28 @@ class Background:
 
     def _write(self, handle: Handle, captured: Captured) -> None:
         attempt, writer = self._attempt(handle), self.writer
-        if self._owned is None:
+        if writer.disks is not None:
+            writer.disks.forget()
+        if writer.rank != 0:
             try:
                 fragment = write_part(writer, attempt, handle.step, captured, self._delta)
             except BaseException as error:
                 self._tell(attempt, error)
                 raise
-            self._committed(handle, await_commit(writer, attempt, handle.step), fragment)
+            folder = await_commit(writer, attempt, handle.step)
+            self._committed(handle, folder, fragment)
+            if self._owned is not None:  # the first rank of another disk
+                publish_latest(writer, folder)
+                self._tidy(folder, handle.sequence)
             return
+        assert self._owned is not None
         try:
             fragment = write_part(writer, attempt, handle.step, captured, self._delta)
             folder = coordinate(writer, attempt, handle.step, self._owned.lock, self._owned.run, self._grid)
         except BaseException as error:
             self._abort(attempt, error)
             raise
+        await_disks(writer, attempt, handle.step)
         self._committed(handle, folder, fragment)
         publish_latest(writer, folder)
         self._tidy(folder, handle.sequence)

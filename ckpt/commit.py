@@ -17,6 +17,7 @@ from typing import TypeVar
 from plait import _C
 from plait.ckpt.aside import metrics_of
 from plait.ckpt.crypt import Key
+from plait.ckpt.disks import Disks
 from plait.ckpt.errors import SnapshotDamaged, SnapshotError
 from plait.ckpt.folders import (
     ABORT,
@@ -73,6 +74,7 @@ class Writer:
     nice: int = 10  # of the writing threads: below training
     io_priority: str = "low"
     key: Key | None = None  # signs the manifest
+    disks: Disks | None = None  # ranks have no common folder
 
     def wait(self, look: Callable[[], T | None], late: Callable[[], str], limits: int = 1) -> T:
         """Looks until there is an answer. SnapshotError with `late()` after `limits` time limits."""
@@ -89,6 +91,13 @@ class Writer:
             pause = min(2 * pause, _POLL_S[1])
 
 
+def say(writer: Writer, path: Path, data: bytes) -> None:
+    """Announces a small file of an attempt, also to ranks on other disks."""
+    announce(writer.io, path, data)
+    if writer.disks is not None:
+        writer.disks.tell(path.parent, path.name, data)
+
+
 def post_error(writer: Writer, attempt: str, text: str) -> None:
     """Gives back the space of this rank's part, then tells the coordinator that it failed: the rank's last word."""
     folder = attempt_folder(writer.root, attempt)
@@ -96,7 +105,7 @@ def post_error(writer: Writer, attempt: str, text: str) -> None:
     try:
         remove_part(writer.io, folder, writer.rank)
     finally:
-        announce(writer.io, folder / f"r{writer.rank:05d}.error", text.encode())
+        say(writer, folder / f"r{writer.rank:05d}.error", text.encode())
 
 
 def coordinate(writer: Writer, attempt: str, step: int, lock: RootLock, run: str, grid: Mapping[str, int]) -> Path:
@@ -117,7 +126,7 @@ def coordinate(writer: Writer, attempt: str, step: int, lock: RootLock, run: str
         epoch=lock.epoch,
         world_size=writer.world_size,
         grid=dict(grid),
-        commit="rename",
+        commit="rename" if writer.disks is None else "disks",
         files=tuple(sorted(entries, key=lambda entry: entry.name)),
         aliases=table.aliases,
         num_tensors=len(table.tensors),
@@ -125,11 +134,37 @@ def coordinate(writer: Writer, attempt: str, step: int, lock: RootLock, run: str
         metrics=metrics_of(fragments[0].objects),
     )
     publish(writer.io, folder / MANIFEST, to_bytes(manifest, writer.key))
-    final = writer.root / step_name(step, next_generation(writer.root, step))
+    final = writer.root / _ready_name(writer, folder, step)
     lock.check()
+    if writer.disks is not None:
+        writer.disks.tell(folder, "commit", final.name.encode())
     _C.rename(writer.io, folder, final)
     _C.fsync_dir(writer.io, writer.root)
     return final
+
+
+def _ready_name(writer: Writer, folder: Path, step: int) -> str:
+    """Returns the step folder's name; with several disks, once all have the small files."""
+    disks = writer.disks
+    if disks is None:
+        return step_name(step, next_generation(writer.root, step))
+    for name in (OBJECTS, MANIFEST):
+        disks.tell(folder, name, _C.read_small(writer.io, folder / name, MAX_JSON_BYTES))
+    late = f"did not take the manifest of step {step} within {writer.timeout_s:g} s"
+    generations = writer.wait(
+        lambda: disks.generations(folder), lambda: f"the disks of ranks {disks.missing(folder, 'ready')} {late}"
+    )
+    return disks.name_for(writer.root, step, generations)
+
+
+def await_disks(writer: Writer, attempt: str, step: int) -> None:
+    """Coordinator, after its commit: waits until every disk has the snapshot under its name."""
+    disks, folder = writer.disks, attempt_folder(writer.root, attempt)
+    if disks is None:
+        return
+    late = f"did not commit step {step} within {writer.timeout_s:g} s; it can be read once they have"
+    writer.wait(lambda: disks.all_done(folder), lambda: f"the disks of ranks {disks.missing(folder, 'done')} {late}")
+    disks.tell(folder, "durable", b"")
 
 
 def publish_latest(writer: Writer, folder: Path) -> None:
@@ -141,6 +176,8 @@ def _collect(writer: Writer, folder: Path, attempt: str, step: int) -> tuple[lis
     """Waits for the fragments of all ranks; checks each against this attempt and its data file's size."""
 
     def look() -> bool | None:
+        if writer.disks is not None:
+            writer.disks.pull(writer.io, folder)
         names = set(os.listdir(folder))
         failed = sorted(n for n in names if n.startswith("r") and n.endswith(".error"))
         if failed:
@@ -168,7 +205,8 @@ def _collect(writer: Writer, folder: Path, attempt: str, step: int) -> tuple[lis
         entries.append(FileEntry(path.name, len(data), sha256(data)))
         for source_step, file in fragment.data_files.items():
             name = data_name(rank) if source_step is None else base_name(rank, source_step)
-            size = os.stat(folder / name).st_size
+            is_here = writer.disks is None or rank in writer.disks.here
+            size = os.stat(folder / name).st_size if is_here else file.bytes
             if file.name != name or size != file.bytes:
                 raise SnapshotDamaged(f"'{folder / name}' has {size} bytes, its fragment says otherwise")
             entries.append(FileEntry(name, size, file.digest))
@@ -189,7 +227,7 @@ def abort(writer: Writer, attempt: str, text: str) -> None:
             if name.endswith((".safetensors", ".json")):
                 remove_shared(writer.io, folder / name)
     finally:
-        announce(writer.io, folder / ABORT, text.encode())
+        say(writer, folder / ABORT, text.encode())
 
 
 def bury(writer: Writer, folder: Path) -> bool:
@@ -197,6 +235,8 @@ def bury(writer: Writer, folder: Path) -> bool:
     or has read why. False when they did not within BURY_S, or the disk did not let it: the next owner removes it."""
 
     def past() -> bool | None:
+        if writer.disks is not None:
+            writer.disks.pull(writer.io, folder)
         there = set(os.listdir(folder))
         words = ({f"r{rank:05d}.error", f"r{rank:05d}.ok"} for rank in range(1, writer.world_size))
         return True if all(there & word for word in words) else None
@@ -217,6 +257,13 @@ def await_commit(writer: Writer, attempt: str, step: int) -> Path:
         if (folder / ABORT).is_file():
             text = _C.read_small(writer.io, folder / ABORT, MAX_JSON_BYTES).decode(errors="replace")
             raise _leave(writer, folder, SnapshotError(text))
+        disks = writer.disks
+        if disks is not None:
+            said = disks.hear(folder, ABORT)
+            if said is not None:
+                raise _leave(writer, folder, SnapshotError(said.decode(errors="replace")))
+            if disks.is_leader:
+                return disks.follow(writer.io, folder)
         if folder.is_dir():
             return None
         for found in step_folders(writer.root):
@@ -235,6 +282,8 @@ def _leave(writer: Writer, folder: Path, error: SnapshotError) -> SnapshotError:
     try:
         remove_part(writer.io, folder, writer.rank)
         _C.write_small(writer.io, folder / f"r{writer.rank:05d}.ok", b"", exclusive=False)
+        if writer.disks is not None:
+            writer.disks.tell(folder, f"r{writer.rank:05d}.ok", b"")
     except OSError as later:
         error.add_note(f"and its part could not be removed: {later}")
     return error

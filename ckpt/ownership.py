@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plait import _C
+from plait.ckpt.disks import Disks
+from plait.ckpt.errors import SnapshotError
 from plait.ckpt.folders import collect_garbage, publish
 from plait.ckpt.lock import RootLock
 from plait.ckpt.manifest import FORMATS, RUN, Run, from_bytes, to_bytes
@@ -26,22 +28,36 @@ class Ownership:
     run: str
 
 
-def own(io: _C.Io, root: Path, rank: int, session: str, known_run: Callable[[], str | None]) -> Ownership | None:
-    """Makes the folder; on rank 0 takes the LOCK and removes what dead attempts left. None on other ranks.
+def own(
+    io: _C.Io,
+    root: Path,
+    rank: int,
+    session: str,
+    known_run: Callable[[], str | None],
+    disks: Disks | None = None,
+) -> Ownership | None:
+    """Makes the folder; on rank 0 (with several disks: on the first rank of each) takes the LOCK and removes what
+    dead attempts left. None on other ranks.
 
     known_run: gives the id of a run that a new folder goes on with, or None. SnapshotLocked names the owner when
     another job writes here.
     """
     new = not root.is_dir()
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if rank != 0:
+    if not (rank == 0 if disks is None else disks.is_leader):
         return None
     if new:
         _C.fsync_dir(io, root.parent)
     lock = RootLock(root, session)
     try:
         collect_garbage(io, root, session)
-        return Ownership(lock, _run_id(io, root / RUN, known_run))
+        if disks is None:
+            return Ownership(lock, _run_id(io, root / RUN, known_run))
+        told = disks.share_run(_run_id(io, root / RUN, known_run)) if rank == 0 else disks.share_run(None)
+        run = _run_id(io, root / RUN, lambda: told)
+        if run != told:
+            raise SnapshotError(f"'{root}' holds run {run}, that of rank 0 holds run {told}")
+        return Ownership(lock, run)
     except BaseException:
         lock.close()
         raise

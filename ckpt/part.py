@@ -11,9 +11,9 @@ from pathlib import Path
 from plait import _C
 from plait.ckpt.capture import BLOCK_BYTES
 from plait.ckpt.captured import Captured
-from plait.ckpt.commit import Writer
+from plait.ckpt.commit import Writer, say
 from plait.ckpt.delta import Change, Delta, link_bases
-from plait.ckpt.folders import announce, attempt_folder, make_folder
+from plait.ckpt.folders import attempt_folder, make_folder
 from plait.ckpt.manifest import FORMATS, DataFile, Fragment, data_name, fragment_name, to_bytes
 
 
@@ -47,7 +47,7 @@ def write_part(writer: Writer, attempt: str, step: int, captured: Captured, delt
         per_rank=captured.per_rank,
         bases=bases,
     )
-    announce(writer.io, folder / fragment_name(writer.rank), to_bytes(fragment))
+    say(writer, folder / fragment_name(writer.rank), to_bytes(fragment))
     return fragment
 
 

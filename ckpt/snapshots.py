@@ -23,6 +23,7 @@ from plait.ckpt.candidates import candidates, newest_valid
 from plait.ckpt.capture import Capturer
 from plait.ckpt.commit import Writer
 from plait.ckpt.crypt import load_key
+from plait.ckpt.disks import Disks
 from plait.ckpt.errors import SnapshotError
 from plait.ckpt.group import launch_of_group
 from plait.ckpt.handle import Handle
@@ -51,8 +52,9 @@ class Snapshots:
     the last save is linked, not written (plait.ckpt.delta). tiers: where committed snapshots are copied in the
     background (tiers.Tier), nearest first; a restore takes the nearest good copy. key, key_file: 32 bytes, or a file
     with them or their hex digits: it signs manifests, which must then be signed by it, and seals encrypted tiers.
-    agreement_root: where ranks agree during a restore, when they cannot write to `root`. io: the system calls (tests
-    make them fail).
+    agreement_root: where ranks agree during a restore, when they cannot write to `root`. store: a torch.distributed
+    Store, when the ranks' roots are not one folder (plait.ckpt.disks); all then make the object together. io: the
+    system calls (tests make them fail).
 
     Rank 0 takes the LOCK: SnapshotLocked names the owner when another job writes here. It also removes what dead
     attempts left behind. Make the object after any fork.
@@ -79,6 +81,7 @@ class Snapshots:
         io_priority: str = "low",
         read_only: bool = False,
         agreement_root: str | Path | None = None,
+        store: Any = None,
         delta: bool = False,
         tiers: Sequence[Tier] = (),
         key: bytes | None = None,
@@ -101,20 +104,9 @@ class Snapshots:
         self._threads, self._key = threads, load_key(key, key_file)
         self._tiers = Tiers(tiers, self._io, self._session, self._key, threads)
         stop = threading.Event()
-        writer = Writer(
-            self._io,
-            self.root,
-            rank,
-            world_size,
-            threads,
-            rate_limit,
-            direct,
-            timeout_s,
-            stop,
-            key=self._key,
-            nice=nice,
-            io_priority=io_priority,
-        )
+        disks = Disks(store, self._io, self._session, rank, world_size, self.root) if store is not None else None
+        limits = (threads, rate_limit, direct, timeout_s, stop, nice, io_priority)
+        writer = Writer(self._io, self.root, rank, world_size, *limits, self._key, disks)
         self._agreement = Agreement(writer, Path(agreement_root or root).absolute(), self._session)
         self._capturer: Capturer | None = None
         self._background: Background | None = None
@@ -123,7 +115,7 @@ class Snapshots:
         self._sequence = 0
         self._last: Handle | None = None
         if not read_only:
-            owned = own(self._io, self.root, rank, self._session, self._tiers.known_run)
+            owned = own(self._io, self.root, rank, self._session, self._tiers.known_run, disks)
             self._lock = None if owned is None else owned.lock
             self._background = Background(
                 writer, self._session, self.policy, self._agreement, self._grid, owned, self._tiers, delta
