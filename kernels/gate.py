@@ -69,6 +69,8 @@ RULES: dict[str, Rule] = {
     "l2_norm.table": Rule(min_warps=32, narrow=6),
     "l2_norm.narrow": Rule(min_warps=32),
     "l2_norm.strided": Rule(min_warps=16),
+    "l2_norm.finish": Rule(min_warps=32),  # one program
+    "tables.write": Rule(min_warps=32),  # one program of one warp
     "dropout": Rule(min_warps=48, narrow=2),
     "embedding.forward": Rule(min_warps=48, narrow=0),
     "embedding.windows": Rule(min_warps=24),

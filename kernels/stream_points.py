@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from plait.kernels import adamw_triton, dropout_op, embed_triton, norms
+from plait.kernels import adamw_triton, dropout_op, embed_triton, norms, tables
 from plait.kernels.inspect import meta
 from plait.kernels.launch import Launch
 
@@ -50,6 +50,15 @@ def _l2_norm(kind: str, dtype: torch.dtype) -> Launch:
     )  # fmt: skip
 
 
+def _finish() -> Launch:
+    return norms.partials_launch(meta(1 << 13, dtype=torch.float32), torch.empty((), device="meta"))
+
+
+def _write() -> Launch:
+    """The writer of tables within a CUDA graph."""
+    return tables.write_launches(list(range(2, 34)), _table())[0]
+
+
 def _dropout(dtype: torch.dtype) -> Launch:
     x = meta(2, _TOKENS, _MODEL, dtype=dtype)
     return dropout_op.forward_launch(x, meta(2, dtype=torch.int64), 0.1, 0, 0, 0, meta(*x.shape, dtype=dtype))
@@ -70,7 +79,7 @@ def _embedding_gradient(stage: int, accumulate: bool) -> Launch:
 
 def points() -> dict[str, Callable[[], Launch]]:
     """Every point by name, as a function that makes its launch."""
-    found: dict[str, Callable[[], Launch]] = {}
+    found: dict[str, Callable[[], Launch]] = {"l2_norm.finish": _finish, "tables.write": _write}
     for dtypes in ("fp32", "bf16_master", "bf16_rounded"):
         for kind in ("run", "table", "narrow", "strided"):
             found[f"adamw.{kind}.{dtypes}"] = partial(_adamw, kind, dtypes)

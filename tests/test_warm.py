@@ -1,8 +1,10 @@
 """Triton's cache: what is counted, what `plait kernels warm` fills, and that a second process compiles nothing."""
 
+import ast
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import triton
@@ -12,6 +14,7 @@ from plait.kernels.points import points
 from plait.kernels.warm import Warmed, chosen, counting
 from tests.cases import needs_compiler
 
+ROOT = Path(__file__).resolve().parent.parent
 # Quick to compile; hints of every kind: pointers, strides, sizes, floats, numbers that are not specialised.
 NAMES = ["swiglu.forward", "rms_norm.forward.4096", "embedding.forward.bf16", "dropout.bf16"]
 
@@ -81,6 +84,20 @@ def test_names_and_architectures_that_do_not_exist_are_refused(capsys):
     assert "no kernel 'no_such_kernel'" in capsys.readouterr().err
     assert cli.main(["warm", "--arch", "volta"]) == 2
     assert "expected a name such as sm_80" in capsys.readouterr().err
+
+
+def launched_kernels() -> set[str]:
+    """The first argument of each Launch(...) in the sources, where it is a name."""
+    calls = [n for path in (ROOT / "kernels").glob("*.py") for n in ast.walk(ast.parse(path.read_text()))]
+    calls = [n for n in calls if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "Launch" and n.args]
+    return {name for call in calls if (name := getattr(call.args[0], "id", "kernel")) != "kernel"}
+
+
+@needs_compiler
+def test_every_kernel_that_is_launched_is_warmed():
+    """The second stage of l2_norm and the writer of tables were compiled in the first step on every machine."""
+    warmed = {make("sm_90").kernel.__name__ for make in points().values()}
+    assert len(warmed) > 20 and launched_kernels() - warmed == set()
 
 
 # What a card's JIT does with the launches of NAMES, up to the point where the code would be loaded onto the card.
