@@ -69,8 +69,12 @@ def attention_ref(
     sample_offset: int = 0,
     cu_seqlens: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
     return_lse: bool = False,
+    recompute: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The oracle; differentiable by torch. Arguments as `plait.kernels.attention`."""
+    """The oracle; differentiable by torch. Arguments as `plait.kernels.attention`.
+
+    `recompute` is about memory, never about numbers: here torch saves what it likes.
+    """
     dtype = compute_dtype(q.dtype)
     cu_q, cu_k = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
     group = q.shape[2] // k.shape[2]
