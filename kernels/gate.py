@@ -27,6 +27,7 @@ class Rule(NamedTuple):
     min_warps: int  # resident on a multiprocessor at once
     narrow: int | None = None  # global accesses that may be under 128 bits; None: not a streaming kernel
     matrix: bool = False  # uses the tensor cores
+    mma: bool = False  # by the older mma too, on any architecture
 
 
 # By prefix of the point's name; the longest that fits holds. Narrow accesses are statistics, scalars of a row, table
@@ -50,8 +51,19 @@ RULES: dict[str, Rule] = {
     "rope": Rule(min_warps=24, narrow=0),
     "attention": Rule(min_warps=4, matrix=True),
     "attention.delta": Rule(min_warps=8),
-    "attention.dq.256": Rule(min_warps=4),  # on sm_90 no tile of wgmma is free of spills: mma (measured offline)
-    "attention.dkdv.256": Rule(min_warps=4),
+    # With channels padded to 256 no tile of wgmma or tcgen05 is free of spills: mma (compiled offline).
+    **{
+        f"attention.{kernel}": Rule(min_warps=4, matrix=True, mma=True)
+        for kernel in (
+            "dkdv.192",
+            "dkdv.256",
+            "dkdv.64x256",
+            "dq.192.bounded",
+            "dq.192.dropout",
+            "dq.256.bounded",
+            "dq.256.dropout",
+        )
+    },
     "cross_entropy.stats": Rule(min_warps=24, narrow=5),
     "cross_entropy.stats.50257": Rule(min_warps=24),  # rows of odd length start anywhere
     "cross_entropy.grad": Rule(min_warps=24, narrow=3),
@@ -130,7 +142,7 @@ def judge(facts: Facts, rule: Rule) -> list[str]:
     if rule.narrow is not None and narrow > rule.narrow:
         broken.append(f"{narrow} global accesses under 128 bits; at most {rule.narrow}")
     opcode = _MATRIX[parse_arch(facts.arch)]
-    if rule.matrix and not facts.count(opcode):
+    if rule.matrix and not facts.count(opcode) and not (rule.mma and facts.count("HMMA")):
         broken.append(f"no {opcode}: the tensor cores of {facts.arch} are idle")
     warps = resident_warps(facts)
     if warps < rule.min_warps:

@@ -9,7 +9,8 @@ import torch
 from plait.kernels import flash_points
 from plait.kernels.attention_plain import Options
 from plait.kernels.flash_tiles import TILES, Choice, delta_rows, fits_descriptor, tile_of
-from plait.kernels.inspect import compile_offline
+from plait.kernels.gate import judge, rule_of
+from plait.kernels.inspect import Facts, compile_offline
 from plait.kernels.launch import arch_of
 from tests.cases import needs_compiler
 
@@ -103,3 +104,14 @@ def test_descriptors_are_for_rows_that_tma_can_read():
     odd = flat[1:].view(x.shape)  # each kernel asks what it walks, and no more
     assert tile_of("dq", odd, x, x, plain, 90).descriptors and tile_of("dkdv", x, odd, odd, plain, 90, x).descriptors
     assert fits_descriptor(x.transpose(1, 2)) and fits_descriptor(x[..., 8:])
+
+
+def test_head_dim_256_may_use_mma_but_not_leave_the_tensor_cores_idle():
+    def broken(point, opcode):
+        return judge(Facts("kernel", "sm_90", 200, 0, 0, 0, 1024, 8, {opcode: 8}), rule_of(point))
+
+    for point in ("attention.dkdv.256", "attention.dkdv.192x128", "attention.dq.256.dropout"):
+        assert broken(point, "HMMA.16816.F32.BF16") == broken(point, "HGMMA.64x64x16.F32.BF16") == []
+        assert "no HGMMA" in broken(point, "FFMA")[0]
+    for point in ("attention.dq.256", "attention.forward.256", "attention.dkdv.128"):
+        assert "no HGMMA" in broken(point, "HMMA.16816.F32.BF16")[0]
