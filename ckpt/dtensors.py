@@ -17,6 +17,14 @@ from plait.ckpt.errors import StateError
 Run = tuple[int, int]  # [start, stop) along one tensor dim
 
 
+class Cut(NamedTuple):
+    """Part `at` of `size` along one tensor dim. factor: of a _StridedShard, None for a plain Shard."""
+
+    size: int
+    at: int
+    factor: int | None = None
+
+
 class Holding(NamedTuple):
     """What this rank holds of a DTensor: its memory, the box, and which of how many equal copies."""
 
@@ -41,7 +49,7 @@ def holding_of(path: str, value: Any) -> Holding:
     if coordinate is None:
         raise StateError(f"{path} is a DTensor on a mesh that this rank is not part of; leave it out on this rank")
     index, count = 0, 1
-    runs: list[list[Run]] = [[(0, n)] for n in value.shape]
+    cuts: list[list[Cut]] = [[] for _ in value.shape]
     for dim, placement in enumerate(placements):
         size, at = mesh.size(dim), coordinate[dim]
         if placement.is_partial():
@@ -49,8 +57,8 @@ def holding_of(path: str, value: Any) -> Holding:
         if placement.is_replicate():
             index, count = index * size + at, count * size
         else:
-            factor = getattr(placement, "split_factor", 1)
-            runs[placement.dim] = cut(runs[placement.dim], size, at, factor)
+            cuts[placement.dim].append(Cut(size, at, getattr(placement, "split_factor", None)))
+    runs = [runs_of(n, along) for n, along in zip(value.shape, cuts, strict=True)]
     local = value.to_local()
     if hasattr(local, "wait"):  # a collective's result that has not been waited for
         local = local.wait()
@@ -64,6 +72,26 @@ def holding_of(path: str, value: Any) -> Holding:
         )
     offset = tuple(along[0][0] if along else n for along, n in zip(runs, value.shape, strict=True))
     return Holding(local, offset, shape, (index, count))
+
+
+def runs_of(numel: int, cuts: list[Cut]) -> list[Run]:
+    """Returns the indices of a dim of `numel` that are left after the cuts of all mesh dims, outermost first.
+
+    FSDP2 over tensor parallelism says _StridedShard for a cut inside the shard of the mesh dims after it, whose
+    number is the factor; these are then cut first. torch's own arithmetic, from left to right with the factor, says
+    the same of even shards, but of uneven ones it can name rows that another rank has (2.13; 7 rows, dp 3, tp 2).
+    """
+    strided = [i for i, c in enumerate(cuts) if c.factor is not None]
+    if strided and all(cuts[i].factor == prod(c.size for c in cuts[i:] if c.factor is None) for i in strided):
+        ordered = [c for c in cuts if c.factor is None] + [
+            c._replace(factor=None) for c in cuts if c.factor is not None
+        ]
+    else:
+        ordered = cuts
+    runs = [(0, numel)]
+    for each in ordered:
+        runs = cut(runs, each.size, each.at, each.factor or 1)
+    return runs
 
 
 def cut(runs: list[Run], count: int, index: int, factor: int = 1) -> list[Run]:

@@ -123,3 +123,18 @@ def test_planning_512_ranks_takes_a_second():
     began = time.monotonic()
     layout = lay_out(shares_of(leaves, 17, 512))
     assert time.monotonic() - began < 20 and layout.data_bytes > 0
+
+
+def test_small_tensors_share_one_file():
+    """Case 42: of 64 ranks one writes all small ones, so that a restore of a slice opens few files."""
+    leaves = [leaf_of(f"norm{i}", "", fake(64)) for i in range(100)] + [leaf_of("big", "", fake(40_000_000))]
+    writers = {
+        share.leaf.name: [rank for rank in range(64) if share.leaf.name in names_of(leaves, rank)]
+        for share in shares_of(leaves[:100], 0, 64)
+    }
+    assert len(writers) == 100 and all(ranks == [0] for ranks in writers.values())
+    assert sum("big" in names_of(leaves, rank) for rank in range(64)) == 64
+
+
+def names_of(leaves: list[Leaf], rank: int) -> set[str]:
+    return {share.leaf.name for share in shares_of(leaves, rank, 64)}
