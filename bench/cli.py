@@ -7,6 +7,7 @@ Exit codes: 0 ok, 1 a regression, or a case that could not be measured, 2 usage 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import shlex
 import signal
@@ -29,6 +30,8 @@ SUITES = {
     "kernels": "plait.bench.suite_kernels",
     "snapshots": "plait.bench.suite_snapshots",
     "pipeline": "plait.bench.suite_pipeline",
+    "static": "plait.bench.suite_static",
+    "launch": "plait.bench.suite_launch",
 }
 
 
@@ -47,6 +50,8 @@ def parser() -> argparse.ArgumentParser:
             "--processes", type=int, default=1, help="fresh processes; a verdict needs 5 (default 1)"
         )
         command.add_argument("--seed", type=int, default=0, help="of inputs and orders (default 0)")
+        command.add_argument("--budget", type=float, metavar="SECONDS", help="for all cases of a suite together")
+        command.add_argument("--tutorials", default="", metavar="DIR", help="triton's, for the suite `static`")
         command.add_argument("--only", default="", metavar="TEXT", help="only the cases whose name contains TEXT")
         for kind in ("json", "csv", "md"):
             command.add_argument(f"--{kind}", type=Path, metavar="DIR", help=f"write DIR/SUITE.{kind}")
@@ -100,12 +105,13 @@ def run(args: argparse.Namespace, command: str) -> int:
     at_least(args, processes=1, seed=0)
     names = ["train"] if args.command == "train" else args.suites or list(SUITES)
     full, rounds = args.full or args.command == "train", Options.rounds if args.rounds is None else args.rounds
-    options = Options(rounds=rounds, seed=args.seed, full=full, processes=args.processes)
+    base = Options(rounds=rounds, seed=args.seed, full=full, processes=args.processes, tutorials=args.tutorials)
     codes = []
     for suite in [load(name) for name in names]:
+        options = dataclasses.replace(base, budget_s=suite.budget_s if args.budget is None else args.budget)
         how = runner.run_here if options.processes == 1 else runner.run_processes
         results, code = how(suite, options, args.only)
-        print(f"\n{suite.name}: {suite.about}\n\n{report.markdown(results)}\n", flush=True)
+        print(f"\n{suite.name}: {suite.about}\n\n{runner.table_of(suite, results)}\n", flush=True)
         runner.write_files(suite, results, options, command, {"json": args.json, "csv": args.csv, "md": args.md})
         codes.append(code)
     return max(codes)

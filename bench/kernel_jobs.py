@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from plait import kernels
-from plait.bench.kernel_problems import PROBLEMS, Maker, Op, Params, Peer, Problem
+from plait.bench.kernel_problems import PROBLEMS
+from plait.bench.problem import Maker, Op, Params, Peer, Problem
 
 Results = Sequence[Tensor]
 Step = Callable[[], object]
@@ -53,6 +54,14 @@ def results_of(op: Op, inputs: Sequence[Tensor], douts: Sequence[Tensor], backwa
     return [*(value.detach() for value in outs), *grads]
 
 
+def outputs_of(provider: Op | Peer | str, inputs: Sequence[Tensor]) -> Results:
+    """Outputs of a provider that can run here, of copies where it overwrites its inputs."""
+    assert not isinstance(provider, str)
+    if isinstance(provider, Peer):
+        return results_of(provider.op, [value.detach() for value in provider.adapt(inputs)], (), False)
+    return results_of(provider, inputs, (), False)
+
+
 def problem_job(p: Params, seed: int, full: bool) -> Job:
     """A differentiable op: shared inputs and output gradients, one contender a provider."""
     make = Maker(p, seed)
@@ -61,12 +70,11 @@ def problem_job(p: Params, seed: int, full: bool) -> Job:
     inputs = [value.requires_grad_(backward) for value in problem.inputs]
     stds = problem.stds or (1.0,) * len(inputs)
     ops, eager = dict(problem.ops), problem.ops["torch"]
-    assert callable(eager)
-    if full:
+    if full and p.get("compiled", True) and callable(eager):
         torch.compiler.reset()  # else the shapes of earlier cases make this one dynamic, in the end even eager
         ops["compile"] = torch.compile(eager, fullgraph=True, dynamic=False)
     # A loss has the gradient 1; everything else gets random numbers.
-    outs = results_of(eager, inputs, (), False)
+    outs = outputs_of(eager, inputs)
     douts = [make.normal(*out.shape).to(out.dtype) if out.dim() else torch.ones_like(out) for out in outs]
     contenders, skipped = {}, {}
     for name, op in ops.items():

@@ -5,9 +5,11 @@ A case that fails takes no other with it: its result has no numbers and says why
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from plait.bench import report
@@ -39,9 +41,15 @@ def run_here(suite: Suite, options: Options, only: str) -> tuple[list[CaseResult
     if not cases:
         raise ValueError(f"--only: no case of suite {suite.name} contains {only!r}")
     results, worst, progress = [], 0, Progress(sys.stderr)
+    stop = time.monotonic() + options.budget_s
     for index, case in enumerate(cases):
         progress.at(index, len(cases), f"{suite.name}: {case.name}")
-        result, code = measured(suite, case, options)
+        share = (stop - time.monotonic()) / (len(cases) - index) if options.budget_s else 0.0
+        if share < 0.0:
+            text = f"not measured: the budget of {options.budget_s:g} s is spent"
+            result, code = CaseResult(case, "", {}, error=text), 1
+        else:
+            result, code = measured(suite, case, dataclasses.replace(options, budget_s=share))
         progress.close()
         if code:
             text = result.error or "; ".join(m.invalid for m in result.providers.values() if m.invalid)
@@ -59,6 +67,7 @@ def run_processes(suite: Suite, options: Options, only: str) -> tuple[list[CaseR
             print(f"[{suite.name}: process {index + 1}/{options.processes}]", file=sys.stderr, flush=True)
             command = [sys.executable, "-P", "-m", "plait", "bench", "run", suite.name, "--json", folder]
             command += ["--rounds", str(options.rounds), "--seed", str(options.seed + index), f"--only={only}"]
+            command += [f"--budget={options.budget_s / options.processes}", f"--tutorials={options.tutorials}"]
             code = run_child([*command, *(["--full"] if options.full else [])])
             if code == 2:
                 raise ValueError(f"process {index} of suite {suite.name} refused its command line (see above)")
@@ -82,6 +91,11 @@ def run_child(command: list[str]) -> int:
             child.wait()
 
 
+def table_of(suite: Suite, results: list[CaseResult]) -> str:
+    """Returns the suite's own table, or the usual one of times."""
+    return (suite.text or report.markdown)(results)
+
+
 def write_files(
     suite: Suite, results: list[CaseResult], options: Options, command: str, folders: dict[str, Path | None]
 ) -> None:
@@ -95,5 +109,5 @@ def write_files(
         elif kind == "csv":
             report.write_text(path, report.csv_text(report.CSV_HEADER, report.csv_rows(suite.name, results)))
         else:
-            report.write_text(path, f"{suite.name}: {suite.about}\n\n{report.markdown(results)}\n")
+            report.write_text(path, f"{suite.name}: {suite.about}\n\n{table_of(suite, results)}\n")
         print(f"written: {path}", file=sys.stderr)

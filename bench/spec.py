@@ -33,13 +33,16 @@ class Case:
 @dataclass(frozen=True)
 class Options:
     """How long to measure: rounds counted after warmup rounds, in each of so many fresh processes; seed orders the
-    providers of each round."""
+    providers of each round. budget_s: seconds for all cases together, or one case's share of them; 0 for no limit; a
+    suite that knows it takes fewer rounds. tutorials: the folder of triton's, for the suite `static`."""
 
     rounds: int = 20
     warmup: int = 3
     seed: int = 0
     full: bool = False
     processes: int = 1
+    budget_s: float = 0.0
+    tutorials: str = ""
 
 
 @dataclass
@@ -90,10 +93,13 @@ class Suite:
     """A named list of cases and the function that measures one of them.
 
     cases(full) returns the small default list or the whole one; measure(case, options) returns its result and raises
-    on a wrong one: no number without a passed check.
+    on a wrong one: no number without a passed check. text(results) is the suite's own table, where it has one;
+    budget_s its limit where the command line gives none.
     """
 
     name: str
     about: str
     cases: Callable[[bool], list[Case]]
     measure: Callable[[Case, Options], CaseResult]
+    text: Callable[[list[CaseResult]], str] | None = None
+    budget_s: float = 0.0

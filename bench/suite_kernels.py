@@ -1,4 +1,4 @@
-"""The ops of plait.kernels beside their peers: torch eager and compiled, its attention backends, Liger.
+"""The ops of plait.kernels beside their peers: torch eager and compiled, its attention backends, Liger, flash-attn.
 
 Host wall clock, with the device synchronised around a block of calls long enough to be timed: launch cost counts, and
 inputs stay in whatever cache holds them ("hot"). Every provider is first compared with the oracle on inputs drawn
@@ -8,6 +8,7 @@ One timed call, drawn at random, is compared again.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from plait.bench.kernel_jobs import Contender, Job, Results, adamw_job, problem_job
-from plait.bench.kernel_problems import Params, work
+from plait.bench.kernel_shapes import cases as shaped
 from plait.bench.spec import Case, CaseResult, Measured, Options, Suite, WrongResultError
 from plait.bench.timer import interleave
 
@@ -25,62 +26,26 @@ from plait.bench.timer import interleave
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
 BLOCK_S = 2e-3  # a sample is at least this long, so that reading the clock and waiting for the device are small in it
 MAX_BLOCK = 1000
-
-HEADS = {"batch": 1, "heads": 8, "kv_heads": 2, "dim": 64}
-# op -> shapes for a CPU: the first is the default one; then a larger and an odd one
-CPU_SHAPES: dict[str, list[Params]] = {
-    "rms_norm": [{"rows": 512, "cols": 1024}, {"rows": 4096, "cols": 4096}, {"rows": 511, "cols": 1000}],
-    "swiglu": [{"rows": 512, "cols": 1024}, {"rows": 1024, "cols": 8192}, {"rows": 511, "cols": 1000}],
-    "attention": [{**HEADS, "tokens": 256}, {**HEADS, "tokens": 1024}, {**HEADS, "tokens": 255}],
-    "linear": [{"rows": 256, "cols": 512, "width": 512}, {"rows": 512, "cols": 2048, "width": 2048}],
-    "rope": [{**HEADS, "tokens": 256}, {**HEADS, "tokens": 2048}],
-    "linear_cross_entropy": [{"rows": 256, "cols": 256, "vocab": 4096}, {"rows": 512, "cols": 512, "vocab": 32000}],
-    "embedding": [{"rows": 512, "cols": 256, "vocab": 4096}, {"rows": 2048, "cols": 1024, "vocab": 32000}],
-    "adamw_": [{"tensors": 16, "elements": 1 << 16}, {"tensors": 300, "elements": 1 << 16}],
-}
-LLAMA = {"batch": 1, "heads": 32, "kv_heads": 8, "dim": 128}
-# op -> shapes of Llama-3 8B, then of 70B or longer
-CUDA_SHAPES: dict[str, list[Params]] = {
-    "rms_norm": [{"rows": 8192, "cols": 4096}, {"rows": 8192, "cols": 8192}, {"rows": 8191, "cols": 4000}],
-    "swiglu": [{"rows": 8192, "cols": 14336}, {"rows": 8192, "cols": 28672}],
-    "attention": [{**LLAMA, "tokens": 4096}, {**LLAMA, "tokens": 8192, "oracle": "float32"}],
-    "linear": [{"rows": 8192, "cols": 4096, "width": 14336}, {"rows": 8192, "cols": 8192, "width": 28672}],
-    "rope": [{**LLAMA, "tokens": 8192}, {**LLAMA, "heads": 64, "tokens": 8192}],
-    "linear_cross_entropy": [{"rows": 4096, "cols": 4096, "vocab": 128256}],
-    "embedding": [{"rows": 8192, "cols": 4096, "vocab": 128256}],
-    "adamw_": [{"tensors": 64, "elements": 1 << 22}],
-}
-FORWARD_TOO = ("attention",)  # in the default list; with `full` all ops have a row for their forward alone
+MIN_ROUNDS = 5  # below them an interval of the median says nothing
+BUDGET_S = 540.0  # of a full run: all of it within ten minutes
 
 
 def cases(full: bool) -> list[Case]:
-    """One shape an op, forward and backward together; `full`: all shapes, the forward alone, torch.compile."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    table = CUDA_SHAPES if device == "cuda" else CPU_SHAPES
-    result = []
-    for op, shapes in table.items():
-        # The optimizer works on fp32 masters; torch's has no others.
-        dtype = "bfloat16" if device == "cuda" and op != "adamw_" else "float32"
-        for shape in shapes if full else shapes[:1]:
-            for backward in (False, True) if full or op in FORWARD_TOO else (True,):
-                if op == "adamw_" and not backward and full:
-                    continue
-                result.append(make_case(op, shape, dtype, device, backward))
-    return result
+    """kernel_shapes.py's for this machine."""
+    return shaped(full, "cuda" if torch.cuda.is_available() else "cpu")
 
 
-def make_case(op: str, shape: Params, dtype: str, device: str, backward: bool) -> Case:
-    """The case with its name and its work by formula."""
-    params = {"op": op, **shape, "dtype": dtype, "device": device, "backward": backward and op != "adamw_"}
-    sizes = " ".join(f"{name}={value}" for name, value in shape.items() if name != "oracle")
-    flop, nbytes = work(params)
-    part = "" if op == "adamw_" else " fwd+bwd" if backward else " fwd"
-    return Case(f"{op}{part} {sizes} {dtype}", params, flop=flop, bytes_moved=nbytes)
+def rounds_within(budget_s: float, spent_s: float, calls_s: float, options: Options) -> Options:
+    """The options with as many rounds as fit into what is left of a case's share; at least MIN_ROUNDS."""
+    if not budget_s:
+        return options
+    fitting = int((budget_s - spent_s) / calls_s) - options.warmup
+    return dataclasses.replace(options, rounds=max(min(MIN_ROUNDS, options.rounds), min(options.rounds, fitting)))
 
 
 def measure(case: Case, options: Options) -> CaseResult:
     """Checks every provider, times those that can run here, checks one timed call of each again."""
-    p = case.params
+    p, begun = case.params, time.monotonic()
     job = adamw_job(p, options.seed) if p["op"] == "adamw_" else problem_job(p, options.seed, options.full)
     sync = torch.cuda.synchronize if p["device"] == "cuda" else lambda: None
     first_call_s = rehearse(job, sync)
@@ -94,7 +59,11 @@ def measure(case: Case, options: Options) -> CaseResult:
         contender.prepare()
         error = check(name, contender, contender.call(), wanted, tolerance)
         providers[name] = Measured(check=text, figures={"error": error, "first call s": first_call_s[name]})
-        blocks[name] = Block(contender, sync, options.warmup + order.randrange(options.rounds))
+        blocks[name] = Block(contender, sync)
+    turn_s = sum(block.turn_s for block in blocks.values())
+    options = rounds_within(options.budget_s, time.monotonic() - begun, turn_s, options)
+    for block in blocks.values():
+        block.kept_turn = options.warmup + order.randrange(options.rounds)
     samples = interleave({name: block.run for name, block in blocks.items()}, options, sync=sync)
     for name, block in blocks.items():
         check(name, block.contender, block.kept_results(), wanted, tolerance)
@@ -157,8 +126,8 @@ def error_of(got: Tensor, want: Tensor) -> float:
 class Block:
     """A timed thing: as many calls as take BLOCK_S. Keeps the results of the last call of turn `kept_turn`."""
 
-    def __init__(self, contender: Contender, sync: Callable[[], object], kept_turn: int) -> None:
-        self.contender, self.kept_turn, self.turn = contender, kept_turn, 0
+    def __init__(self, contender: Contender, sync: Callable[[], object]) -> None:
+        self.contender, self.kept_turn, self.turn = contender, 0, 0
         self.kept: Results | None = None
         times = []
         for _ in range(3):
@@ -168,6 +137,7 @@ class Block:
             sync()
             times.append(time.perf_counter() - start)
         self.size = max(1, min(MAX_BLOCK, round(BLOCK_S / min(times))))
+        self.turn_s = self.size * min(times)
 
     def run(self) -> None:
         for _ in range(self.size):
@@ -185,4 +155,6 @@ class Block:
         return self.contender.call()
 
 
-SUITE = Suite("kernels", "ops with their oracle-checked results, ours and their peers", cases, measure)
+SUITE = Suite(
+    "kernels", "ops with their oracle-checked results, ours and their peers", cases, measure, budget_s=BUDGET_S
+)

@@ -16,35 +16,55 @@ from typing import Any
 import pytest
 import torch
 
-from plait.bench import cli, kernel_problems, snapshot_peers, suite_kernels, suite_pipeline, suite_snapshots
-from plait.bench.kernel_problems import Peer, Problem, work
+from plait.bench import (
+    cli,
+    kernel_problems,
+    kernel_shapes,
+    snapshot_peers,
+    suite_kernels,
+    suite_pipeline,
+    suite_snapshots,
+)
+from plait.bench.kernel_work import work
+from plait.bench.problem import EPS, Maker, Peer, Problem
 from plait.bench.spec import Case, Options, WrongResultError
 from plait.parallel.schedules import Costs
 
 QUICK = Options(rounds=2, warmup=1)
 HEADS = {"batch": 1, "heads": 4, "kv_heads": 2, "dim": 16, "tokens": 8}
 # op -> the smallest shape that has more than one row, head, chunk or tensor of everything
+ROWS, SQUARE = {"rows": 3, "cols": 16}, {"rows": 3, "cols": 8, "width": 5}
 TINY: dict[str, dict[str, int]] = {
-    "rms_norm": {"rows": 3, "cols": 16},
-    "swiglu": {"rows": 3, "cols": 16},
+    "rms_norm": ROWS,
+    "rms_norm_residual": ROWS,
+    "layer_norm": ROWS,
+    "layer_norm_residual": ROWS,
+    "swiglu": ROWS,
+    "geglu": ROWS,
     "attention": HEADS,
-    "linear": {"rows": 3, "cols": 8, "width": 5},
+    "linear": SQUARE,
+    "linear_swiglu": SQUARE,
+    "linear_dgrad": SQUARE,
+    "linear_wgrad": SQUARE,
     "rope": HEADS,
+    "cross_entropy": {"rows": 3, "vocab": 11},
     "linear_cross_entropy": {"rows": 3, "cols": 8, "vocab": 11},
     "embedding": {"rows": 5, "cols": 8, "vocab": 7},
+    "dropout": {"rows": 3, "cols": 16},
+    "l2_norm": {"tensors": 3, "elements": 9},
     "adamw_": {"tensors": 2, "elements": 9},
 }
 
 
 def tiny(op: str, backward: bool = True) -> Case:
-    return suite_kernels.make_case(op, TINY[op], "float32", "cpu", backward)
+    return kernel_shapes.make_case(op, TINY[op], "float32", "cpu", backward)
 
 
 @pytest.mark.parametrize("name", cli.SUITES)
 def test_default_cases_are_few_and_part_of_the_full_list(name):
     suite = cli.load(name)
     default, full = [[case.name for case in suite.cases(every)] for every in (False, True)]
-    assert suite.name == name and 1 <= len(default) <= 9 and set(default) < set(full)
+    assert suite.name == name and 1 <= len(default) <= 20 and set(default) <= set(full)
     assert len(set(full)) == len(full)
     json.dumps([dataclasses.asdict(case) for case in suite.cases(True)])
 
@@ -62,7 +82,7 @@ def test_every_op_agrees_with_the_oracle_and_so_do_its_peers(op, backward):
         assert len(measured.samples_s) == QUICK.rounds and min(measured.samples_s) > 0
         assert 0 <= measured.figures["error"] <= suite_kernels.TOLERANCE["float32"] and "float64" in measured.check
     for measured in result.providers.values():
-        assert measured.check or "liger" in measured.skipped.lower()
+        assert measured.check or measured.skipped.lower().startswith(("liger", "flash_attn"))
     assert "host_wall" in result.note
 
 
@@ -100,7 +120,7 @@ def with_peer(monkeypatch: pytest.MonkeyPatch, peer: Callable[..., Any] | Peer, 
     """Adds a provider to rms_norm."""
     build = kernel_problems.rms_norm
 
-    def broken(p: dict[str, Any], make: kernel_problems.Maker) -> Problem:
+    def broken(p: dict[str, Any], make: Maker) -> Problem:
         problem = build(p, make)
         return dataclasses.replace(problem, ops={**problem.ops, name: peer})
 
@@ -108,7 +128,7 @@ def with_peer(monkeypatch: pytest.MonkeyPatch, peer: Callable[..., Any] | Peer, 
 
 
 def eager(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.rms_norm(x, w.shape, w, kernel_problems.EPS)
+    return torch.nn.functional.rms_norm(x, w.shape, w, EPS)
 
 
 def test_a_wrong_result_is_refused_by_name(monkeypatch):
