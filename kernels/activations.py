@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from plait.kernels.launch import Launch, compute_dtype, next_power_of_two, rows_of, triton_dtype
-from plait.kernels.philox import keep_threshold, philox_keep, philox_load_key
+from plait.kernels.philox import keep_threshold, philox_keep, philox_keep_any, philox_load_key
 
 _functional = torch.nn.functional
 # The position is the code that the registered ops and the kernels carry.
@@ -99,15 +99,19 @@ def slope(x, CODE: tl.constexpr):
 @triton.jit
 def keep_rows(
     rng_ptr, first_row, first_col, num_tokens, sample_offset, row_offset, col_offset, threshold,
-    BLOCK_ROW: tl.constexpr, BLOCK_COL: tl.constexpr,
+    DROPOUT: tl.constexpr, BLOCK_ROW: tl.constexpr, BLOCK_COL: tl.constexpr,
 ):  # fmt: skip
-    """bool [BLOCK_ROW, BLOCK_COL]: what dropout keeps of a tile of [B * T, D]; first_col + col_offset is 4 n."""
+    """bool [BLOCK_ROW, BLOCK_COL]: what dropout keeps of a tile of [B * T, D]; DROPOUT is `dropout_code`'s."""
     key_low, key_high = philox_load_key(rng_ptr)
     rows = first_row + tl.arange(0, BLOCK_ROW)
     samples = (sample_offset + rows // num_tokens)[:, None]
     head = tl.full((), 0, tl.int32)
     tokens = row_offset + rows % num_tokens
-    return philox_keep(key_low, key_high, samples, head, tokens, first_col + col_offset, threshold, BLOCK_COL)
+    col = first_col + col_offset
+    if DROPOUT == 1:
+        return philox_keep(key_low, key_high, samples, head, tokens, col, threshold, BLOCK_COL)
+    else:
+        return philox_keep_any(key_low, key_high, samples, head, tokens, col, threshold, BLOCK_COL)
 
 
 @triton.jit
@@ -129,7 +133,7 @@ def _activation_backward(
         if DROPOUT:
             keep = keep_rows(
                 rng_ptr, first_row, first_col, num_tokens, sample_offset, row_offset, col_offset, threshold,
-                BLOCK_ROW, BLOCK_COL,
+                DROPOUT, BLOCK_ROW, BLOCK_COL,
             )  # fmt: skip
             grad = tl.where(keep, grad * keep_scale, 0.0)
         if CODE != 0:
@@ -165,13 +169,18 @@ def backward_launch(
     )  # fmt: skip
     constants = {
         "CODE": code,
-        "DROPOUT": mask is not None,
+        "DROPOUT": dropout_code(mask),
         "SUMS": partial is not None,
         "COMPUTE": triton_dtype(dout.dtype),
         "BLOCK_ROW": _BLOCK_ROW,
         "BLOCK_COL": max(16, min(_BLOCK_COL, next_power_of_two(num_cols))),
     }
     return Launch(_activation_backward, (programs, -(-num_cols // constants["BLOCK_COL"])), arguments, constants)
+
+
+def dropout_code(mask: tuple[torch.Tensor, float, int, int, int] | None) -> int:
+    """0: no dropout; 1: its first column begins a group of the generator's four; 2: it begins anywhere."""
+    return 0 if mask is None else 1 if mask[4] % 4 == 0 else 2
 
 
 def row_programs(num_rows: int) -> int:

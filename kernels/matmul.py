@@ -3,30 +3,23 @@
 Activations: None, "gelu" (erf), "gelu_tanh", "silu", "relu2" (square of relu). `linear_dgrad` and `linear_wgrad` are
 separate so that a schedule can run them at different times; the weight gradient can be added into an fp32 view of a
 gradient bucket. On the CPU torch multiplies and the epilogue runs in fp32 (fp64 for fp64). On a card the tables of
-matmul_launch.py say by op and shape whether Triton multiplies with the epilogue fused, or torch. fp32 is multiplied
-without tf32 unless torch is told so. What is not here: communication inside the matmul, fp8.
+matmul_tables.py say by op and shape whether Triton multiplies with the epilogue fused, or torch. fp32 is multiplied
+without tf32 unless torch, or a call by `allow_tf32`, is told so. What is not here: the oracles (matmul_plain.py),
+communication inside the matmul, fp8.
 """
 
 import math
 
 import torch
 
-from plait.kernels.activations import ACTIVATIONS, activate, activation_grad
+from plait.kernels.activations import ACTIVATIONS
 from plait.kernels.dropout_op import check_rng
-from plait.kernels.gated import swiglu_grad_op, swiglu_ref
-from plait.kernels.launch import (
-    below_autograd,
-    check,
-    check_device,
-    check_floating,
-    compute_dtype,
-    register,
-    use_triton,
-)
+from plait.kernels.gated import swiglu_grad_op
+from plait.kernels.launch import below_autograd, check, check_device, check_floating, register, use_triton
 from plait.kernels.matmul_direct import (
     activation_backward,
     dgrad,
-    drop,
+    dgrad_gated,
     flat,
     forward,
     forward_act,
@@ -36,87 +29,49 @@ from plait.kernels.matmul_direct import (
     wgrad_sums,
 )
 from plait.kernels.matmul_direct import forward_into as forward_into
-
-
-def linear_ref(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    activation: str | None = None,
-    residual: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    rng: torch.Tensor | None = None,
-    sample_offset: int = 0,
-    row_offset: int = 0,
-    col_offset: int = 0,
-) -> torch.Tensor:
-    """The oracle; differentiable by torch."""
-    dtype = compute_dtype(x.dtype)
-    out = x.to(dtype) @ weight.to(dtype).t()
-    if bias is not None:
-        out = out + bias.to(dtype)
-    out = activate(out, ACTIVATIONS.index(activation))
-    if rng is not None and dropout_p > 0.0:
-        out = drop(out, (rng, dropout_p, sample_offset, row_offset, col_offset))
-    if residual is not None:
-        out = out + residual.to(dtype)
-    return out.to(x.dtype)
-
-
-def linear_dgrad_ref(
-    dout: torch.Tensor, weight: torch.Tensor, *, pre: torch.Tensor | None = None, activation: str | None = None
-) -> torch.Tensor:
-    """The oracle of linear_dgrad."""
-    dtype = compute_dtype(dout.dtype)
-    dx = dout.to(dtype) @ weight.to(dtype)
-    return (dx if pre is None else activation_grad(dx, pre.to(dtype), ACTIVATIONS.index(activation))).to(dout.dtype)
-
-
-def linear_wgrad_ref(x: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
-    """The oracle of linear_wgrad, in the compute dtype."""
-    dtype = compute_dtype(x.dtype)
-    return dout.to(dtype).reshape(-1, dout.shape[-1]).t() @ x.to(dtype).reshape(-1, x.shape[-1])
-
-
-def linear_swiglu_ref(x: torch.Tensor, gate_up_weight: torch.Tensor) -> torch.Tensor:
-    """The oracle of linear_swiglu."""
-    dtype = compute_dtype(x.dtype)
-    return swiglu_ref(x.to(dtype) @ gate_up_weight.to(dtype).t()).to(x.dtype)
+from plait.kernels.matmul_plain import GATES
+from plait.kernels.matmul_plain import linear_dgrad_ref as linear_dgrad_ref
+from plait.kernels.matmul_plain import linear_ref as linear_ref
+from plait.kernels.matmul_plain import linear_swiglu_ref as linear_swiglu_ref
+from plait.kernels.matmul_plain import linear_wgrad_ref as linear_wgrad_ref
 
 
 class _Linear(torch.autograd.Function):
     """Saves x and weight, both the caller's."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, residual):
+    def forward(ctx, x, weight, bias, residual, tf32=None):
         with below_autograd():
-            out = _linear(x, weight, bias, residual)
+            out = _linear(x, weight, bias, residual, tf32)
         ctx.save_for_backward(x, weight)
+        ctx.tf32 = tf32
         return out
 
     @staticmethod
     def backward(ctx, dout):
         x, weight = ctx.saved_tensors
-        need_x, need_weight, need_bias, need_residual = ctx.needs_input_grad
+        need_x, need_weight, need_bias, need_residual = ctx.needs_input_grad[:4]
         dweight = dbias = None
         if need_weight and need_bias and use_triton(x) and not torch.is_grad_enabled():
-            dweight, dbias = _wgrad_sums(x, dout)  # has no gradient of its own
+            dweight, dbias = _wgrad_sums(x, dout, ctx.tf32)  # has no gradient of its own
         else:
-            dweight = _wgrad(x, dout) if need_weight else None
+            dweight = _wgrad(x, dout, ctx.tf32) if need_weight else None
             dbias = flat(dout).sum(0) if need_bias else None
-        return _dgrad(dout, weight) if need_x else None, dweight, dbias, dout if need_residual else None
+        dx = _dgrad(dout, weight, ctx.tf32) if need_x else None
+        return dx, dweight, dbias, dout if need_residual else None, *(None,) * (len(ctx.needs_input_grad) - 4)
 
 
 class _LinearAct(torch.autograd.Function):
     """Saves x, weight and rng (the caller's) and, with an activation, the value before it: one output's bytes."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, residual, activation, rng=None, p=0.0, *place):
+    def forward(
+        ctx, x, weight, bias, residual, activation, rng=None, p=0.0, sample=0, row=0, col=0, tf32=None
+    ):  # fmt: skip
         with below_autograd():
-            out, pre = _linear_act(x, weight, bias, residual, activation, rng, p, *place)
+            out, pre = _linear_act(x, weight, bias, residual, activation, rng, p, sample, row, col, tf32)
         ctx.save_for_backward(x, weight, pre if activation else None, rng)
-        ctx.activation, ctx.place = activation, (p, *place)
+        ctx.activation, ctx.place, ctx.tf32 = activation, (p, sample, row, col), tf32
         ctx.mark_non_differentiable(pre)
         return out, pre
 
@@ -124,11 +79,10 @@ class _LinearAct(torch.autograd.Function):
     def backward(ctx, dout, _):
         x, weight, pre, rng = ctx.saved_tensors
         need_x, need_weight, need_bias, need_residual = ctx.needs_input_grad[:4]
-        place = (*ctx.place, 0, 0, 0)[:4]
-        dpre, dbias = _act_grad(dout, pre, ctx.activation, rng, *place, need_bias)
+        dpre, dbias = _act_grad(dout, pre, ctx.activation, rng, *ctx.place, need_bias)
         return (
-            _dgrad(dpre, weight) if need_x else None,
-            _wgrad(x, dpre) if need_weight else None,
+            _dgrad(dpre, weight, ctx.tf32) if need_x else None,
+            _wgrad(x, dpre, ctx.tf32) if need_weight else None,
             dbias if need_bias else None,
             dout if need_residual else None,
             *(None,) * (len(ctx.needs_input_grad) - 4),
@@ -139,10 +93,11 @@ class _LinearSwiGLU(torch.autograd.Function):
     """Saves x and weight (the caller's) and gate_up: two outputs' bytes."""
 
     @staticmethod
-    def forward(ctx, x, weight):
+    def forward(ctx, x, weight, tf32=None):
         with below_autograd():
-            out, gate_up = _linear_swiglu(x, weight)
+            out, gate_up = _linear_swiglu(x, weight, tf32)
         ctx.save_for_backward(x, weight, gate_up)
+        ctx.tf32 = tf32
         ctx.mark_non_differentiable(gate_up)
         return out, gate_up
 
@@ -151,8 +106,9 @@ class _LinearSwiGLU(torch.autograd.Function):
         x, weight, gate_up = ctx.saved_tensors
         dgate_up = swiglu_grad_op(dout, gate_up)
         return (
-            _dgrad(dgate_up, weight) if ctx.needs_input_grad[0] else None,
-            _wgrad(x, dgate_up) if ctx.needs_input_grad[1] else None,
+            _dgrad(dgate_up, weight, ctx.tf32) if ctx.needs_input_grad[0] else None,
+            _wgrad(x, dgate_up, ctx.tf32) if ctx.needs_input_grad[1] else None,
+            *(None,) * (len(ctx.needs_input_grad) - 2),
         )
 
 
@@ -160,48 +116,53 @@ class _Dgrad(torch.autograd.Function):
     """The input gradient is linear in both arguments; saves both (the caller's)."""
 
     @staticmethod
-    def forward(ctx, dout, weight):
+    def forward(ctx, dout, weight, tf32=None):
         with below_autograd():
-            dx = _dgrad(dout, weight)
+            dx = _dgrad(dout, weight, tf32)
         ctx.save_for_backward(dout, weight)
+        ctx.tf32 = tf32
         return dx
 
     @staticmethod
     def backward(ctx, ddx):
         dout, weight = ctx.saved_tensors
-        return _linear(ddx, weight, None, None), _wgrad(ddx, dout)
+        none = (None,) * (len(ctx.needs_input_grad) - 2)
+        return _linear(ddx, weight, None, None, ctx.tf32), _wgrad(ddx, dout, ctx.tf32), *none
 
 
 class _Wgrad(torch.autograd.Function):
     """The weight gradient is linear in both arguments; saves both (the caller's)."""
 
     @staticmethod
-    def forward(ctx, x, dout):
+    def forward(ctx, x, dout, tf32=None):
         with below_autograd():
-            dweight = _wgrad(x, dout)
+            dweight = _wgrad(x, dout, tf32)
         ctx.save_for_backward(x, dout)
+        ctx.tf32 = tf32
         return dweight
 
     @staticmethod
     def backward(ctx, ddweight):
         x, dout = ctx.saved_tensors
-        return _dgrad(dout, ddweight), _linear(x, ddweight, None, None)
+        none = (None,) * (len(ctx.needs_input_grad) - 2)
+        return _dgrad(dout, ddweight, ctx.tf32), _linear(x, ddweight, None, None, ctx.tf32), *none
 
 
 def _out_like(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
+_TF32 = "bool? allow_tf32=None"
 _linear = register(
-    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual) -> Tensor",
+    f"linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, {_TF32}) -> Tensor",
     forward,
-    lambda x, weight, bias, residual: _out_like(x, weight),
+    lambda x, weight, bias, residual, allow_tf32=None: _out_like(x, weight),
     _Linear.apply,
 )
 _PLACE = "float p=0.0, int sample_offset=0, int row_offset=0, int col_offset=0"
 _linear_act = register(
     "linear_act(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int activation, Tensor? rng=None, "
-    f"{_PLACE}) -> (Tensor, Tensor)",
+    f"{_PLACE}, {_TF32}) -> (Tensor, Tensor)",
     forward_act,
     lambda x, weight, bias, residual, activation, *_: (
         _out_like(x, weight), _out_like(x, weight) if activation else x.new_empty(0)
@@ -217,49 +178,56 @@ _act_grad = register(
     ),
 )  # fmt: skip
 _dgrad_act = register(
-    "linear_dgrad_act(Tensor dout, Tensor weight, Tensor pre, int activation) -> Tensor",
+    f"linear_dgrad_act(Tensor dout, Tensor weight, Tensor pre, int activation, {_TF32}) -> Tensor",
     dgrad,
-    lambda dout, weight, pre, activation: dout.new_empty((*dout.shape[:-1], weight.shape[1])),
+    lambda dout, weight, pre, activation, allow_tf32=None: dout.new_empty((*dout.shape[:-1], weight.shape[1])),
+)
+_dgrad_gated = register(
+    f"linear_dgrad_gated(Tensor dout, Tensor weight, Tensor gate_up, int form, {_TF32}) -> Tensor",
+    lambda dout, weight, gate_up, form, allow_tf32=None: dgrad_gated(dout, weight, gate_up, form, False, allow_tf32)[
+        0
+    ],
+    lambda dout, weight, gate_up, form, allow_tf32=None: dout.new_empty(gate_up.shape),
 )
 _wgrad_sums = register(
-    "linear_wgrad_sums(Tensor x, Tensor dout) -> (Tensor, Tensor)",
+    f"linear_wgrad_sums(Tensor x, Tensor dout, {_TF32}) -> (Tensor, Tensor)",
     wgrad_sums,
-    lambda x, dout: (x.new_empty((dout.shape[-1], x.shape[-1])), x.new_empty(dout.shape[-1])),
+    lambda x, dout, allow_tf32=None: (x.new_empty((dout.shape[-1], x.shape[-1])), x.new_empty(dout.shape[-1])),
 )
 _dgrad = register(
-    "linear_dgrad(Tensor dout, Tensor weight) -> Tensor",
-    dgrad,
-    lambda dout, weight: dout.new_empty((*dout.shape[:-1], weight.shape[1])),
+    f"linear_dgrad(Tensor dout, Tensor weight, {_TF32}) -> Tensor",
+    lambda dout, weight, allow_tf32=None: dgrad(dout, weight, allow_tf32=allow_tf32),
+    lambda dout, weight, allow_tf32=None: dout.new_empty((*dout.shape[:-1], weight.shape[1])),
     _Dgrad.apply,
 )
 _wgrad = register(
-    "linear_wgrad(Tensor x, Tensor dout) -> Tensor",
+    f"linear_wgrad(Tensor x, Tensor dout, {_TF32}) -> Tensor",
     wgrad,
-    lambda x, dout: x.new_empty((dout.shape[-1], x.shape[-1])),
+    lambda x, dout, allow_tf32=None: x.new_empty((dout.shape[-1], x.shape[-1])),
     _Wgrad.apply,
 )
 _wgrad_into = register(
-    "linear_wgrad_(Tensor x, Tensor dout, Tensor(a!) out, bool accumulate, Tensor(b!)? bias_grad=None) -> ()",
+    "linear_wgrad_(Tensor x, Tensor dout, Tensor(a!) out, bool accumulate, Tensor(b!)? bias_grad=None, "
+    f"{_TF32}) -> ()",
     wgrad_into,
-    lambda x, dout, out, accumulate, bias_grad=None: None,
+    lambda x, dout, out, accumulate, bias_grad=None, allow_tf32=None: None,
 )
 _linear_swiglu = register(
-    "linear_swiglu(Tensor x, Tensor weight) -> (Tensor, Tensor)",
+    f"linear_swiglu(Tensor x, Tensor weight, {_TF32}) -> (Tensor, Tensor)",
     forward_swiglu,
-    lambda x, weight: (x.new_empty((*x.shape[:-1], weight.shape[0] // 2)), _out_like(x, weight)),
+    lambda x, weight, allow_tf32=None: (x.new_empty((*x.shape[:-1], weight.shape[0] // 2)), _out_like(x, weight)),
     _LinearSwiGLU.apply,
 )
 
 
 def _check_product(op: str, x: torch.Tensor, weight: torch.Tensor, dim: int, name: str) -> None:
-    check(
-        weight.dim() == 2 and x.dim() >= 1 and x.shape[-1] == weight.shape[dim],
-        lambda: f"{op}: {name} {tuple(x.shape)} does not fit weight {tuple(weight.shape)} ([out, in])",
-    )
+    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[dim]:
+        raise ValueError(f"{op}: {name} {tuple(x.shape)} does not fit weight {tuple(weight.shape)} ([out, in])")
 
 
 def _code(op: str, activation: str | None) -> int:
-    check(activation in ACTIVATIONS, lambda: f"{op}: activation {activation!r}; expected one of {ACTIVATIONS}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{op}: activation {activation!r}; expected one of {ACTIVATIONS}")
     return ACTIVATIONS.index(activation)
 
 
@@ -275,56 +243,63 @@ def linear(
     sample_offset: int = 0,
     row_offset: int = 0,
     col_offset: int = 0,
+    allow_tf32: bool | None = None,
 ) -> torch.Tensor:
     """dropout(activation(x[..., K] @ weight[N, K]^T + bias[N])) + residual[..., N], in x's dtype (the same for all).
 
     Dropout as `dropout` does it, with its `rng` and offsets, for x[B, T, K] or [T, K]. Saves x and weight, with an
-    activation also the value before it; the mask is drawn again in backward. Raises TypeError on dtypes, ValueError
-    on an unknown activation, dropout without rng, shapes or devices.
+    activation also the value before it; the mask is drawn again in backward. `allow_tf32` says how fp32 is multiplied
+    on a card, here and in backward; None is torch's setting. Raises TypeError on dtypes, ValueError on an unknown
+    activation, dropout without rng, shapes or devices.
     """
-    check_floating("linear", x=x, weight=weight)
-    _check_product("linear", x, weight, 1, "x")
+    tensors = {"x": x, "weight": weight}
     if bias is not None:
-        check_floating("linear", x=x, bias=bias)
-        check(
-            bias.shape == weight.shape[:1],
-            lambda: f"linear: bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},)",
-        )
+        tensors["bias"] = bias
     if residual is not None:
-        check_floating("linear", x=x, residual=residual)
-        check(
-            residual.shape == (*x.shape[:-1], weight.shape[0]),
-            lambda: f"linear: residual {tuple(residual.shape)} must be {(*x.shape[:-1], weight.shape[0])}",
-        )
+        tensors["residual"] = residual
+    check_floating("linear", **tensors)
+    _check_product("linear", x, weight, 1, "x")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"linear: bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},)")
+    if residual is not None and residual.shape != (*x.shape[:-1], weight.shape[0]):
+        raise ValueError(f"linear: residual {tuple(residual.shape)} must be {(*x.shape[:-1], weight.shape[0])}")
     code = _code("linear", activation)
-    check(0.0 <= dropout_p < 1.0, lambda: f"linear: dropout_p is {dropout_p}; expected 0 <= dropout_p < 1")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"linear: dropout_p is {dropout_p}; expected 0 <= dropout_p < 1")
     if dropout_p == 0.0:
-        return _linear_act(x, weight, bias, residual, code)[0] if code else _linear(x, weight, bias, residual)
+        if code == 0:
+            return _linear(x, weight, bias, residual, allow_tf32)
+        return _linear_act(x, weight, bias, residual, code, None, 0.0, 0, 0, 0, allow_tf32)[0]
     if rng is None:
         raise ValueError("linear: dropout_p > 0 needs rng, int64 [2] = (seed, offset)")
     check_rng("linear", rng, x)
     check(x.dim() in (2, 3), lambda: f"linear: x {tuple(x.shape)} must be [B, T, K] or [T, K] for dropout")
     place = (sample_offset, row_offset, col_offset)
-    return _linear_act(x, weight, bias, residual, code, rng, dropout_p, *place)[0]
+    return _linear_act(x, weight, bias, residual, code, rng, dropout_p, *place, allow_tf32)[0]
 
 
 def linear_dgrad(
-    dout: torch.Tensor, weight: torch.Tensor, *, pre: torch.Tensor | None = None, activation: str | None = None
-) -> torch.Tensor:
+    dout: torch.Tensor, weight: torch.Tensor, *, pre: torch.Tensor | None = None, activation: str | None = None,
+    allow_tf32: bool | None = None,
+) -> torch.Tensor:  # fmt: skip
     """The input gradient dout[..., N] @ weight[N, K], in dout's dtype. Errors as `linear`.
 
     With `pre` [..., K] and `activation` times activation'(pre): the gradient before the activation that made the
-    input; that form has no gradient of its own.
+    input. With a gated one ("swiglu", "geglu", "geglu_tanh") `pre` is gate_up [..., 2K], and so is the result. Both
+    forms have no gradient of their own.
     """
     check_floating("linear_dgrad", dout=dout, weight=weight)
     _check_product("linear_dgrad", dout, weight, 0, "dout")
     if pre is None:
-        return _dgrad(dout, weight)
+        return _dgrad(dout, weight, allow_tf32)
     check_floating("linear_dgrad", dout=dout, pre=pre)
-    shape = (*dout.shape[:-1], weight.shape[1])
+    gated = activation in GATES
+    shape = (*dout.shape[:-1], weight.shape[1] * (2 if gated else 1))
     check(pre.shape == shape, lambda: f"linear_dgrad: pre has shape {tuple(pre.shape)}; expected {shape}")
+    if gated:
+        return _dgrad_gated(dout, weight, pre, GATES.index(activation), allow_tf32)
     code = _code("linear_dgrad", activation)
-    return _dgrad_act(dout, weight, pre, code) if code else _dgrad(dout, weight)
+    return _dgrad_act(dout, weight, pre, code, allow_tf32) if code else _dgrad(dout, weight, allow_tf32)
 
 
 def linear_wgrad(
@@ -334,6 +309,7 @@ def linear_wgrad(
     accumulate: bool = False,
     *,
     bias_grad: torch.Tensor | None = None,
+    allow_tf32: bool | None = None,
 ) -> torch.Tensor:
     """The weight gradient dout^T @ x over all leading dims, [N, K].
 
@@ -349,12 +325,13 @@ def linear_wgrad(
     )
     if out is None:
         check(bias_grad is None, lambda: "linear_wgrad: bias_grad needs out, which is written as it is")
-        return _wgrad(x, dout)
+        return _wgrad(x, dout, allow_tf32)
     shape = (dout.shape[-1], x.shape[-1])
     _check_target(x, "out", out, shape)
     if bias_grad is not None:
         _check_target(x, "bias_grad", bias_grad, shape[:1])
-    _wgrad_into(x, dout, out.view(shape), accumulate, None if bias_grad is None else bias_grad.view(-1))
+    sums = None if bias_grad is None else bias_grad.view(-1)
+    _wgrad_into(x, dout, out.view(shape), accumulate, sums, allow_tf32)
     return out
 
 
@@ -368,7 +345,7 @@ def _check_target(x: torch.Tensor, name: str, out: torch.Tensor, shape: tuple[in
     )
 
 
-def linear_swiglu(x: torch.Tensor, gate_up_weight: torch.Tensor) -> torch.Tensor:
+def linear_swiglu(x: torch.Tensor, gate_up_weight: torch.Tensor, *, allow_tf32: bool | None = None) -> torch.Tensor:
     """swiglu(x[..., K] @ gate_up_weight[2F, K]^T), giving [..., F]; gate rows first.
 
     Saves x, the weight and gate_up. Errors as `linear`; an odd number of weight rows is a ValueError.
@@ -379,4 +356,4 @@ def linear_swiglu(x: torch.Tensor, gate_up_weight: torch.Tensor) -> torch.Tensor
         gate_up_weight.shape[0] % 2 == 0,
         lambda: f"linear_swiglu: gate_up_weight has {gate_up_weight.shape[0]} rows; expected an even number",
     )
-    return _linear_swiglu(x, gate_up_weight)[0]
+    return _linear_swiglu(x, gate_up_weight, allow_tf32)[0]

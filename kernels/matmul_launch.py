@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from plait.kernels.activations import dropout_code
 from plait.kernels.launch import INTERPRETED, Launch, arch_of, compute_dtype, rows_of, run_launches, triton_dtype
 from plait.kernels.matmul_gated import gated_grad_kernel, swiglu_kernel
 from plait.kernels.matmul_tables import MEASURED as MEASURED
@@ -157,7 +158,7 @@ class _Frame(NamedTuple):
 
 
 # (bias, activation, keep_pre, slope, dropout, the row stride of a residual or None, accumulate, sums)
-_Switches = tuple[bool, int, bool, int, bool, int | None, bool, bool]
+_Switches = tuple[bool, int, bool, int, int, int | None, bool, bool]
 
 
 @functools.lru_cache(4096)
@@ -230,7 +231,7 @@ def _product_launches(
     if residual is not None:
         residual = rows_of(residual)
     chosen = (
-        bias is not None, activation, keep_pre, slope, mask is not None,
+        bias is not None, activation, keep_pre, slope, dropout_code(mask),
         None if residual is None else residual.stride(0), accumulate, sums is not None,
     )  # fmt: skip
     frame = _frame(of_a, of_b, of_out, chosen, how, precision(of_a[2], tf32))

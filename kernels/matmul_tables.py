@@ -129,13 +129,37 @@ def shape_class(num_rows: int, num_cols: int, num_inner: int, element_bytes: int
         return "few_cols"
     if _ceil(num_rows, 128) * _ceil(num_cols, 128) >= MULTIPROCESSORS[arch]:
         return "large"
-    return "deep" if num_inner >= 2 * _MIN_STEPS * 64 else "small"
+    # A tile of 128 would be half empty, and a deep K is split whatever the tile.
+    half = min(num_rows, num_cols) <= 64
+    return "small" if half or num_inner < 2 * _MIN_STEPS * 64 else "deep"
 
 
 @functools.lru_cache(1024)
 def splits_of(tile: Tile, num_rows: int, num_cols: int, num_inner: int, arch: int) -> int:
-    """Parts of K: as many as fill the card once, a power of two, none shorter than _MIN_STEPS blocks."""
+    """Parts of K: as many as fill the card once, none empty, none under _MIN_STEPS blocks (half for tiles of 16)."""
     num_tiles = _ceil(num_rows, tile.block_row) * _ceil(num_cols, tile.block_col)
     steps = _ceil(num_inner, tile.block_inner)
-    wanted = min(MULTIPROCESSORS[arch] // max(1, num_tiles), steps // _MIN_STEPS, _MAX_SPLITS)
-    return 1 << max(0, wanted.bit_length() - 1)
+    # Few rows or columns wait for memory, not for a pipeline: more programs keep more loads in flight.
+    least = _MIN_STEPS // 2 if min(tile.block_row, tile.block_col) <= 16 else _MIN_STEPS
+    wanted = max(1, min(MULTIPROCESSORS[arch] // max(1, num_tiles), steps // least, _MAX_SPLITS))
+    return max(1, _ceil(steps, _ceil(steps, wanted))) if steps else 1
+
+
+class Waves(NamedTuple):
+    """How a product meets the card: jobs, rounds of them, and the share of the rounds' places that have a job."""
+
+    jobs: int
+    rounds: int
+    filled: float
+
+
+def waves(
+    num_rows: int, num_cols: int, num_inner: int, arch: int, element_bytes: int = 2, op: str = "linear"
+) -> Waves:
+    """The waves of a[M, K] b[N, K]^T by the tables, both with rows of 16 bytes; one program a multiprocessor."""
+    kind = shape_class(num_rows, num_cols, num_inner, element_bytes, arch)
+    tile = MEASURED.get((op, arch, kind)) or TILES.get((op, arch, kind)) or TILES["any", arch, kind]
+    jobs = _ceil(num_rows, tile.block_row) * _ceil(num_cols, tile.block_col)
+    jobs *= splits_of(tile, num_rows, num_cols, num_inner, arch)
+    rounds = _ceil(jobs, MULTIPROCESSORS[arch])
+    return Waves(jobs, rounds, jobs / max(1, rounds * MULTIPROCESSORS[arch]))

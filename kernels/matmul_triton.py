@@ -124,7 +124,7 @@ def epilogue(
     if DROPOUT:
         keep = keep_rows(
             rng_ptr, first_row, first_col, num_tokens, sample_offset, row_offset, col_offset, threshold,
-            BLOCK_ROW, BLOCK_COL,
+            DROPOUT, BLOCK_ROW, BLOCK_COL,
         )  # fmt: skip
         acc = tl.where(keep, acc * keep_scale, 0.0)
     if RESIDUAL:

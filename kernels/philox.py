@@ -111,6 +111,21 @@ def philox_words(a, b, c, d, key_low, key_high):
 
 
 @triton.jit
+def philox_keep_any(key_low, key_high, sample, head, rows, first_col, threshold, BLOCK_COL: tl.constexpr):
+    """`philox_keep` from any first column on: a call for every element, where four share one."""
+    cols = first_col + tl.arange(0, BLOCK_COL)
+    zero = tl.zeros([rows.shape[0], BLOCK_COL], tl.uint32)
+    a = zero + (cols // 4)[None, :].to(tl.uint32)
+    b = zero + rows[:, None].to(tl.uint32)
+    c = zero + head.to(tl.uint32)
+    d = zero + sample.to(tl.uint32)
+    a, b, c, d = philox_words(a, b, c, d, key_low, key_high)
+    word = zero + (cols % 4)[None, :].to(tl.uint32)
+    words = tl.where(word < 2, tl.where(word == 0, a, b), tl.where(word == 2, c, d))
+    return (words >> 8).to(tl.int32) >= threshold
+
+
+@triton.jit
 def philox_keep(key_low, key_high, sample, head, rows, first_col, threshold, BLOCK_COL: tl.constexpr):
     """bool [len(rows), BLOCK_COL]: which of the columns first_col + [0, BLOCK_COL) are kept; first_col % 4 == 0."""
     groups = first_col // 4 + tl.arange(0, BLOCK_COL // 4)

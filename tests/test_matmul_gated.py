@@ -1,0 +1,116 @@
+"""The gradient of a gated activation as the end of the down projection's input gradient, against its oracle."""
+
+import pytest
+import torch
+
+from plait.kernels import gated, linear_dgrad, linear_dgrad_ref, matmul_direct, matmul_launch
+from plait.kernels.launch import run_launches
+from plait.kernels.matmul_launch import Plan, Tile, gated_grad_launch
+from plait.kernels.matmul_plain import GATES
+from tests.cases import TOLERANCE, close, interpret, needs_interpreter, normal
+from tests.test_matmul_triton import ARCHS, counted, matrix, no_worse_than_torch, support
+
+# (M, N, F): one of each, odd, a tile exactly, several tiles, no sum, no rows.
+SHAPES = ((1, 1, 1), (9, 21, 37), (16, 16, 32), (40, 18, 70), (3, 0, 5), (0, 4, 8))
+# Whole, in halves, in quarters.
+TILES = (Tile(16, 16, 16, 4, 1, 1, 2), Tile(32, 64, 16, 4, 1, 2, 3), Tile(16, 64, 32, 4, 1, 4, 8))
+
+
+def run(dout, weight, gate_up, form, how, keep=True):
+    """(gradient, hidden), poisoned before they are written."""
+    grad = torch.full(gate_up.shape, float("nan"), dtype=dout.dtype)
+    hidden = torch.full((len(dout), weight.shape[0]), float("nan"), dtype=dout.dtype) if keep else None
+    if grad.numel():
+        run_launches([gated_grad_launch(dout, weight, gate_up, form, grad, hidden, how)])
+    return grad, hidden
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3), (0,), (2, 1, 3)])
+def test_public_form_agrees_with_the_oracle_and_the_oracle_with_autograd(leading, gate, dtype):
+    dout, weight = normal(*leading, 5, dtype=dtype), normal(5, 8, dtype=dtype, seed=1)
+    gate_up = normal(*leading, 16, dtype=dtype, seed=2)
+    got = linear_dgrad(dout, weight, pre=gate_up, activation=gate)
+    want = linear_dgrad_ref(dout.double(), weight.double(), pre=gate_up.double(), activation=gate)
+    assert got.dtype is dtype and got.shape == gate_up.shape
+    close(got / 4, want / 4, dtype, "gradient", 2.0)
+
+
+@interpret
+@needs_interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("form", range(3))
+def test_errs_no_more_than_twice_as_much_as_torch(form, shape, dtype):
+    rows, inner, width = shape
+    dout, weight = normal(rows, inner, dtype=dtype), normal(inner, width, dtype=dtype, seed=1)
+    gate_up = normal(rows, 2 * width, dtype=dtype, seed=2)
+    with support(dtype):
+        grad, hidden = matmul_direct.dgrad_gated(dout, weight, gate_up, form, True)
+    wide = [x.double() for x in (dout, weight, gate_up)]
+    exact = linear_dgrad_ref(*wide[:2], pre=wide[2], activation=GATES[form])
+
+    def by_torch(dout, weight, gate_up):
+        gate, up = gate_up.detach().requires_grad_().chunk(2, -1)
+        act = torch.nn.functional.silu(gate) if form == 0 else torch.nn.functional.gelu(
+            gate, approximate=("none", "tanh")[form - 1]
+        )  # fmt: skip
+        out = act * up
+        return torch.cat(torch.autograd.grad(out, (gate, up), dout @ weight), -1), out.detach()
+
+    plain, plain_hidden = by_torch(dout, weight, gate_up)
+    no_worse_than_torch(grad, plain, exact, f"gradient {shape}")
+    no_worse_than_torch(hidden, plain_hidden, by_torch(*wide)[1], f"hidden {shape}")
+
+
+@interpret
+@needs_interpreter
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("keep", [True, False])
+def test_has_the_bits_of_the_product_followed_by_the_gate(keep, tile, arch):
+    dout, weight, gate_up = (
+        normal(*s, dtype=torch.float16, seed=i) for i, s in enumerate(((29, 24), (40, 24), (29, 80)))
+    )
+    how = Plan(arch, tile, 1)
+    for form in range(3):
+        grad, hidden = run(dout, weight, gate_up, form, how, keep)
+        dhidden = torch.empty(29, 40, dtype=torch.float16)
+        matmul_launch.product("dgrad", dout, weight, dhidden, matmul_launch.Epilogue(), how)
+        if form == 0:
+            want, want_hidden = gated.backward(dhidden, gate_up), gated.forward(gate_up)
+        else:
+            want = gated.geglu_backward(dhidden, gate_up, form == 2)
+            want_hidden = gated.geglu_forward(gate_up, form == 2)
+        assert torch.equal(grad, want)
+        assert (hidden is None) if not keep else torch.equal(hidden, want_hidden)
+
+
+@interpret
+@needs_interpreter
+@pytest.mark.parametrize("kind", ["transposed", "sliced", "stepped", "padded", "broadcast"])
+def test_operands_of_any_stride_give_the_bits_of_contiguous_ones(kind):
+    dout, weight, gate_up = matrix(kind, 21, 40), matrix(kind, 37, 40, seed=1), normal(21, 74, dtype=torch.float32)
+    want, _ = run(dout.contiguous(), weight.contiguous(), gate_up, 0, Plan(80, TILES[1], 1))
+    for arch in ARCHS:
+        assert torch.equal(run(dout, weight, gate_up, 0, Plan(arch, TILES[1], 1))[0], want)
+
+
+@interpret
+@needs_interpreter
+@pytest.mark.parametrize("keep", [True, False])
+def test_the_gradient_of_hidden_is_neither_written_nor_read(keep):
+    """Bytes by formula: each operand once a tile of the other, gate and up read, their gradients written."""
+    dout, weight, gate_up = normal(20, 32).float(), normal(40, 32, seed=1).float(), normal(20, 80, seed=2).float()
+    with counted() as total:
+        run(dout, weight, gate_up, 0, Plan(90, TILES[1], 1), keep)
+    assert tuple(total) == (4 * (20 * 32 + 40 * 32 + 20 * 80), 4 * 20 * (80 + (40 if keep else 0)))
+
+
+def test_bad_input_is_refused():
+    dout, weight = torch.ones(2, 4), torch.ones(4, 3)
+    with pytest.raises(ValueError, match=r"pre has shape \(2, 3\); expected \(2, 6\)"):
+        linear_dgrad(dout, weight, pre=torch.ones(2, 3), activation="swiglu")
+    with pytest.raises(TypeError, match="pre is torch.float16"):
+        linear_dgrad(dout, weight, pre=torch.ones(2, 6).half(), activation="geglu")
