@@ -82,9 +82,14 @@ class Weights:
 
     def __init__(self, optimizer: ShardedAdamW) -> None:
         self.optimizer = optimizer
+        self._kinds = self._describe()
 
     def state_dict(self) -> dict[str, Any]:
-        """Views of live memory: name -> Sharded, by kind."""
+        """Views of live memory: name -> Sharded, by kind. The same objects each time, for the flat buffers that they
+        view stay where they are: so a save knows them again (plait.ckpt.watch)."""
+        return self._kinds
+
+    def _describe(self) -> dict[str, dict[str, Sharded]]:
         kinds: dict[str, dict[str, Sharded]] = {"weights": {}, "master": {}, "exp_avg": {}, "exp_avg_sq": {}}
         for piece in self.optimizer.pieces():
             for kind, tensor in _tensors(piece):

@@ -136,7 +136,7 @@ def test_fsdp2_over_tensor_parallelism_goes_from_grid_to_grid(tmp_path):
 
 
 def uneven(rank: int, root: Path) -> list[int]:
-    """As `hybrid`, where torch 2.13 is wrong about which rank has row 6 of 7, so that full_tensor() cannot be asked."""
+    """As `hybrid`, where torch 2.13 is wrong about which rank has row 6 of 7: full_tensor() cannot be asked."""
     mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
     model = make_model()
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
