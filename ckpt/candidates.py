@@ -35,7 +35,7 @@ def candidates(
 ) -> list[Candidate]:
     """Returns the copies to try: the newest first, of one the nearest first. SnapshotError when there is none."""
     found: list[tuple[int, int, Candidate]] = []
-    for folder in step_folders(root):
+    for folder in step_folders(root) if not tiers.unions else ():  # with unions, which ranks see alike, it is in them
         if step is None or folder.step == step:
             opener = partial(SnapshotReader, folder.path, io, threads, key, tiers.spare)
             found.append(

@@ -50,6 +50,7 @@ from plait.ckpt.manifest import (
     sha256,
     to_bytes,
 )
+from plait.ckpt.partner import Peers
 from plait.ckpt.tables import build_table, check_covered, merge_objects
 
 BURY_S = 2.0  # how long a failed attempt waits for ranks to read why; they look every 0.1 s
@@ -75,6 +76,7 @@ class Writer:
     io_priority: str = "low"
     key: Key | None = None  # signs the manifest
     disks: Disks | None = None  # ranks have no common folder
+    peers: Peers | None = None  # takes this rank's data files to its partner
 
     def wait(self, look: Callable[[], T | None], late: Callable[[], str], limits: int = 1) -> T:
         """Looks until there is an answer. SnapshotError with `late()` after `limits` time limits."""

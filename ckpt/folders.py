@@ -48,6 +48,11 @@ def parse_step(path: Path) -> StepFolder | None:
     return StepFolder(int(match[1]), int(match[2] or 1), path)
 
 
+def is_attempt(name: str) -> bool:
+    """True for the folder name of an attempt."""
+    return _ATTEMPT.fullmatch(name) is not None and not name.startswith(".tmp-restore-")
+
+
 def attempt_folder(root: Path, attempt: str) -> Path:
     """Returns where an attempt ("STEP-SESSION-SEQUENCE") is written."""
     return root / f".tmp-{attempt}"

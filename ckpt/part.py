@@ -34,6 +34,8 @@ def write_part(writer: Writer, attempt: str, step: int, captured: Captured, delt
         if captured.layout.pieces:
             file = _write_data(writer, folder / data_name(writer.rank), captured)
         pieces = captured.describe()
+    if writer.peers is not None:
+        writer.peers.send(folder, [*bases] if file is None else [file, *bases])
     fragment = Fragment(
         format=FORMATS[Fragment],
         step=step,

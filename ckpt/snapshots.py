@@ -30,6 +30,7 @@ from plait.ckpt.handle import Handle
 from plait.ckpt.keep import Policy
 from plait.ckpt.lock import RootLock
 from plait.ckpt.ownership import own
+from plait.ckpt.partner import Partner
 from plait.ckpt.restore import Restored, Wanted, restore_state
 from plait.ckpt.state import Node
 from plait.ckpt.structure import Flattener
@@ -53,8 +54,8 @@ class Snapshots:
     background (tiers.Tier), nearest first; a restore takes the nearest good copy. key, key_file: 32 bytes, or a file
     with them or their hex digits: it signs manifests, which must then be signed by it, and seals encrypted tiers.
     agreement_root: where ranks agree during a restore, when they cannot write to `root`. store: a torch.distributed
-    Store, when the ranks' roots are not one folder (plait.ckpt.disks); all then make the object together. io: the
-    system calls (tests make them fail).
+    Store, when the ranks' roots are not one folder (plait.ckpt.disks); all then make the object together. partner:
+    data files also go into another rank's root (plait.ckpt.partner). io: the system calls (tests make them fail).
 
     Rank 0 takes the LOCK: SnapshotLocked names the owner when another job writes here. It also removes what dead
     attempts left behind. Make the object after any fork.
@@ -82,6 +83,7 @@ class Snapshots:
         read_only: bool = False,
         agreement_root: str | Path | None = None,
         store: Any = None,
+        partner: Partner | None = None,
         delta: bool = False,
         tiers: Sequence[Tier] = (),
         key: bytes | None = None,
@@ -106,7 +108,8 @@ class Snapshots:
         stop = threading.Event()
         disks = Disks(store, self._io, self._session, rank, world_size, self.root) if store is not None else None
         limits = (threads, rate_limit, direct, timeout_s, stop, nice, io_priority)
-        writer = Writer(self._io, self.root, rank, world_size, *limits, self._key, disks)
+        peers = self._tiers.join(partner, store, self.root, rank, world_size)
+        writer = Writer(self._io, self.root, rank, world_size, *limits, self._key, disks, peers)
         self._agreement = Agreement(writer, Path(agreement_root or root).absolute(), self._session)
         self._capturer: Capturer | None = None
         self._background: Background | None = None
@@ -237,7 +240,7 @@ class Snapshots:
 
     def latest(self) -> int | None:
         """Returns the step of the newest snapshot whose manifest verifies, here or in a tier, or None."""
-        folder = newest_valid(self._io, self.root, self._key)
+        folder = newest_valid(self._io, self.root, self._key) if not self._tiers.unions else None
         steps = [copy.step for copy in self._tiers.copies(None)] + ([] if folder is None else [folder.step])
         return max(steps, default=None)
 

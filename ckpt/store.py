@@ -38,9 +38,9 @@ CHUNK_BYTES = 16 << 20  # what is held of a file at once while it is copied
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 30.0  # between tries: doubled each time
 
 
-class Store(Protocol):
-    """A place of copies. Every method may be called from any thread; what the machine refuses is an OSError that
-    names operation and url. A folder is a name; what is in it appears file by file, each whole and durable."""
+class Source(Protocol):
+    """A place to read copies from. Every method may be called from any thread; what the machine refuses is an OSError
+    that names operation and url. A folder is a name; what is in it is whole and durable."""
 
     url: str
     local: Path | None  # the directory, where it is one
@@ -48,6 +48,18 @@ class Store(Protocol):
     def steps(self) -> list[tuple[int, int, str]]:
         """Returns (step, generation, folder) of finished copies, newest first."""
         ...
+
+    def files(self, folder: str) -> dict[str, int]:
+        """Returns {name: bytes} of a folder; empty when there is none."""
+        ...
+
+    def get(self, folder: str, name: str, start: int, stop: int) -> bytes:
+        """Returns bytes [start, stop) of a file; OSError when they are not all there."""
+        ...
+
+
+class Store(Source, Protocol):
+    """A place of copies: files appear one by one, each whole and durable."""
 
     def unfinished(self) -> list[str]:
         """Returns the attempts ("STEP-SESSION-SEQUENCE") of copies that are not finished."""
@@ -61,17 +73,9 @@ class Store(Protocol):
         """Puts the manifest, last of all, after which the copy exists. Returns its folder."""
         ...
 
-    def files(self, folder: str) -> dict[str, int]:
-        """Returns {name: bytes} of a folder; empty when there is none."""
-        ...
-
     def put(self, folder: str, name: str, data: bytes) -> None: ...
 
     def put_stream(self, folder: str, name: str, num_bytes: int, blocks: Blocks) -> None: ...
-
-    def get(self, folder: str, name: str, start: int, stop: int) -> bytes:
-        """Returns bytes [start, stop) of a file; OSError when they are not all there."""
-        ...
 
     def remove(self, folder: str, names: Sequence[str]) -> None:
         """Removes these files in this order, then the folder."""
@@ -190,7 +194,7 @@ class DirStore:
             pool.close()
 
 
-def read_copy_manifest(store: Store, folder: str, key: Key | None = None) -> Manifest:
+def read_copy_manifest(store: Source, folder: str, key: Key | None = None) -> Manifest:
     """Returns the manifest of a finished copy. SnapshotDamaged when it is none, OSError when it cannot be had."""
     where = f"'{store.url}/{folder}/{MANIFEST}'"
     size = store.files(folder).get(MANIFEST)
@@ -199,7 +203,7 @@ def read_copy_manifest(store: Store, folder: str, key: Key | None = None) -> Man
     return from_bytes(Manifest, store.get(folder, MANIFEST, 0, size), where, key)
 
 
-def find_copy(store: Store, attempt: str) -> str | None:
+def find_copy(store: Source, attempt: str) -> str | None:
     """Returns the folder of a finished copy of an attempt, or None."""
     step = int(attempt.partition("-")[0])
     for found, _, folder in store.steps():

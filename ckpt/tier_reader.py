@@ -7,7 +7,7 @@ arrives; memory is bounded by the chunks in flight.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,17 +18,24 @@ from plait.ckpt.errors import SnapshotDamaged
 from plait.ckpt.manifest import MAX_JSON_BYTES, DataFile, Manifest, part_name
 from plait.ckpt.read_plan import FileKey
 from plait.ckpt.reader import Request, SnapshotReader, check_names
-from plait.ckpt.store import CHUNK_BYTES, Store, read_copy_manifest
+from plait.ckpt.store import CHUNK_BYTES, Source, read_copy_manifest
 
 
 class TierReader(SnapshotReader):
     """One finished copy in a store. SnapshotDamaged and OSError from any method."""
 
-    def __init__(self, store: Store, folder: str, threads: int = 4, key: Key | None = None) -> None:
+    def __init__(
+        self,
+        store: Source,
+        folder: str,
+        threads: int = 4,
+        key: Key | None = None,
+        spare: Callable[[str], SnapshotReader | None] | None = None,
+    ) -> None:
         self._store, self._place = store, folder
         self._sizes = store.files(folder)
         self._heads: dict[str, list[tuple[int, int]]] = {}
-        super().__init__(Path(store.url) / folder, None, threads, key)
+        super().__init__(Path(store.url) / folder, None, threads, key, spare)
         self._cipher: Cipher | None = None if key is None else key.cipher(self.manifest.attempt)
 
     def _open_manifest(self) -> Manifest:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from plait import _C
 from plait.ckpt.copier import Copier
@@ -24,8 +24,9 @@ from plait.ckpt.handle import Handle
 from plait.ckpt.keep import reading
 from plait.ckpt.lock import RootLock
 from plait.ckpt.manifest import FILE_NAME
+from plait.ckpt.partner import Partner, Peers, Union, join_peers
 from plait.ckpt.reader import SnapshotReader
-from plait.ckpt.store import DirStore, Store, read_copy_manifest
+from plait.ckpt.store import DirStore, Source, read_copy_manifest
 from plait.ckpt.tier_reader import TierReader
 from plait.ckpt.tiers import Launch, Tier
 
@@ -35,7 +36,7 @@ class Copy(NamedTuple):
 
     step: int
     generation: int
-    store: Store
+    store: Source
     folder: str
 
     @property
@@ -53,6 +54,15 @@ class Tiers:
         self._lanes: list[_Lane] = []
         self._locks: list[RootLock] = []
         self._copied: list[Handle] = []
+        self._session = session
+        self._peers: Peers | None = None
+        self.unions: list[Union] = []  # the roots of all ranks (partner.Peers): the own one first, and last
+
+    def join(self, partner: Partner | None, store: Any, root: Path, rank: int, world_size: int) -> Peers | None:
+        """Finds the roots of the other ranks, where each rank's data files are in two; nothing without a partner."""
+        self._peers = join_peers(partner, store, root, self._io, self._session, rank, world_size)
+        self.unions = [] if self._peers is None else self._peers.unions()
+        return self._peers
 
     def known_run(self) -> str | None:
         """Returns the run of the newest copy, or None: a new, empty local root goes on with it."""
@@ -87,18 +97,21 @@ class Tiers:
             handle.raise_copy_once()
 
     def close(self, timeout_s: float | None) -> None:
-        """Waits for copies in flight, up to the time limit, then gives them up; ends the threads."""
+        """Waits for copies in flight, up to the time limit, then gives them up; ends the threads and the server."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for lane in self._lanes:
             lane.close(deadline)
         for lock in self._locks:
             lock.close()
+        if self._peers is not None:
+            self._peers.close()
         self._lanes, self._locks = [], []
 
     def copies(self, step: int | None) -> Iterator[Copy]:
         """Yields copies (of one step), newest first, those of an earlier tier before those of a later one."""
+        stores: list[Source] = [*self.unions[:1], *self._stores]
         found = []
-        for number, store in enumerate(self._stores):
+        for number, store in enumerate(stores):
             for at, generation, folder in store.steps():
                 if step is None or at == step:
                     found.append((-at, number, -generation, Copy(at, generation, store, folder)))
@@ -110,7 +123,17 @@ class Tiers:
         coded = any((m := FILE_NAME.fullmatch(name)) and m[2] for name in store.files(copy.folder))
         if store.local is not None and not coded:
             return SnapshotReader(store.local / copy.folder, self._io, self._threads, self._key)
-        return TierReader(store, copy.folder, max(4, self._threads), self._key)
+        spare = self._from_others if store in self.unions else None
+        return TierReader(store, copy.folder, max(4, self._threads), self._key, spare)
+
+    def _from_others(self, attempt: str) -> SnapshotReader | None:
+        """Opens the same snapshot with the roots of the other ranks first, then with the tiers."""
+        for step, _, folder in self.unions[1].steps():
+            if step == int(attempt.partition("-")[0]):
+                reader = TierReader(self.unions[1], folder, self._threads, self._key, self.spare)
+                if reader.manifest.attempt == attempt:
+                    return reader
+        return None
 
     def spare(self, attempt: str) -> SnapshotReader | None:
         """Opens the nearest good copy of an attempt, or returns None."""

@@ -1,0 +1,210 @@
+"""Copies in a partner's memory: two "nodes" are two roots on tmpfs, ranks are processes that die by kill -9."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import HashStore, TCPStore
+
+from plait import _C
+from plait.ckpt import Sharded, SnapshotError, Snapshots
+from plait.ckpt.partner import Partner, Peers, PeerStore
+from tests.faults import flip, on_ranks
+
+ROWS = 300_000
+
+
+@pytest.fixture
+def nodes():
+    """Two folders on tmpfs."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield [Path(folder) / "a", Path(folder) / "b"]
+
+
+def state(seed: int, rank: int) -> dict:
+    full = torch.arange(4 * ROWS, dtype=torch.float32).reshape(4, ROWS) + seed
+    own = full[2 * rank : 2 * rank + 2].clone()
+    return {"w": Sharded(own, (4, ROWS), (2 * rank, 0)), "rep": torch.full((9,), seed), "n": seed}
+
+
+def open_on(nodes: list[Path], store, rank: int, session: int, **more) -> Snapshots:
+    partner = Partner("127.0.0.1")
+    more = {"keep_last": 2, "timeout_s": 60.0, **more}
+    return Snapshots(nodes[rank], rank=rank, world_size=2, session=session, store=store, partner=partner, **more)
+
+
+def restore_all(nodes: list[Path], session: int, **more) -> list[int]:
+    """Restores on both ranks in threads; returns their steps after checking every bit."""
+    store = HashStore()
+
+    def work(rank: int) -> int:
+        found = state(-5, rank)
+        with open_on(nodes, store, rank, session, **more) as snapshots:
+            result = snapshots.restore(found)
+            wanted = state(result.step, rank)
+            assert torch.equal(found["w"].tensor, wanted["w"].tensor) and torch.equal(found["rep"], wanted["rep"])
+            snapshots.save(result.step + 100, state(result.step + 100, rank)).wait()  # nobody leaves before the other
+            return result.step
+
+    return on_ranks(2, work)
+
+
+def rank_process(work: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        torch.set_num_threads(1)  # the parent's thread pool does not survive a fork
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return pid
+
+
+def test_a_lost_node_is_restored_from_its_partner(nodes):
+    """Both processes die by SIGKILL; then one node's memory is gone. All bytes come back over TCP."""
+    master = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    read, write = os.pipe()
+
+    def train(rank: int) -> None:
+        store = TCPStore("127.0.0.1", master.port, is_master=False, timeout=timedelta(seconds=60))
+        snapshots = open_on(nodes, store, rank, session=1)
+        for step in (1, 2):
+            snapshots.save(step, state(step, rank)).wait()
+        os.write(write, b"x")
+        time.sleep(120)
+
+    pids = [rank_process(lambda r=rank: train(r)) for rank in range(2)]
+    done = os.read(read, 1) + os.read(read, 1)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert done == b"xx"
+    for lost in (0, 1):
+        kept = nodes[lost].with_name("kept")
+        shutil.copytree(nodes[1 - lost], kept)
+        survivors = [nodes[lost].with_name(f"new-{lost}"), kept]
+        assert restore_all(survivors if lost == 0 else survivors[::-1], session=2 + lost) == [2, 2]
+        shutil.rmtree(kept)
+
+
+def test_each_data_file_is_in_two_roots(nodes):
+    store = HashStore()
+
+    def work(rank: int) -> None:
+        with open_on(nodes, store, rank, session=1) as snapshots:
+            for step in (1, 2, 3):
+                snapshots.save(step, state(step, rank)).wait()
+
+    on_ranks(2, work)
+    for node in nodes:
+        assert sorted(p.name for p in node.glob("step-*")) == [
+            "step-000000002",
+            "step-000000003",
+        ]  # retention on both
+        names = sorted(p.name for p in (node / "step-000000003").glob("*.safetensors"))
+        assert names == ["r00000.safetensors", "r00001.safetensors"]
+        assert not list(node.glob(".tmp-*"))
+    for name in names:
+        assert (nodes[0] / "step-000000003" / name).read_bytes() == (nodes[1] / "step-000000003" / name).read_bytes()
+
+
+def test_a_damaged_copy_gives_way_to_the_partners(nodes):
+    store = HashStore()
+
+    def work(rank: int) -> None:
+        with open_on(nodes, store, rank, session=1) as snapshots:
+            snapshots.save(1, state(1, rank)).wait()
+
+    on_ranks(2, work)
+    for rank in (0, 1):
+        flip(nodes[rank] / f"step-000000001/r0000{rank}.safetensors", 9000)
+    assert restore_all(nodes, session=2) == [1, 1]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_in_a_save_leaves_the_older_one_whole(nodes, victim):
+    """Killed at operations all along the second save; then its node is lost as well."""
+    master = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def train(rank: int, session: int, index: int) -> None:
+        store = TCPStore("127.0.0.1", master.port, is_master=False, timeout=timedelta(seconds=60))
+        snapshots = open_on(nodes, store, rank, session, timeout_s=3.0, threads=1)
+        snapshots.save(1, state(1, rank)).wait()
+        if rank == victim:
+            io = _C.FaultIo([(index, "crash_before", 0)])
+            writer = snapshots._background.writer
+            snapshots._background.writer = type(writer)(**{**vars(writer), "io": io})
+        snapshots.save(2, state(2, rank)).wait()
+
+    for session, index in enumerate((0, 4, 9, 14, 19, 24), 1):
+        pids = [rank_process(lambda r=rank, s=session, i=index: train(r, s, i)) for rank in range(2)]
+        os.waitpid(pids[victim], 0)
+        os.kill(pids[1 - victim], signal.SIGKILL)
+        os.waitpid(pids[1 - victim], 0)
+        shutil.rmtree(nodes[victim])
+        steps = restore_all(nodes, session=100 + session)
+        assert steps[0] == steps[1] and steps[0] in (1, 2), (session, index)
+        for node in nodes:
+            shutil.rmtree(node)
+
+
+def test_a_server_gives_nothing_without_its_token_and_no_other_names(nodes):
+    peers: list[Peers] = []
+    store = HashStore()
+
+    def work(rank: int) -> None:
+        peers.append(Peers(Partner("127.0.0.1"), store, nodes[rank], _C.PosixIo(), "0" * 16, rank, 2))
+
+    on_ranks(2, work)
+    good = peers[0]._peers[1]
+    stranger = PeerStore(["127.0.0.1", int(good.url.rpartition(":")[2]), "0" * 32], 5.0)
+    with pytest.raises(OSError, match="token"):
+        stranger.steps()
+    assert good.steps() == []
+    for folder in ("..", "/etc", "step-000000001/..", ".trash-x", ""):
+        with pytest.raises(OSError, match="is no name of a snapshot's file"):
+            good.get(folder, "passwd", 0, 10)
+    with pytest.raises(OSError, match="is not served"):
+        good.put_stream("step-000000001", "r00000.safetensors", 1, lambda: [memoryview(b"x")])
+    with pytest.raises(OSError, match="is no name"):
+        good.put_stream(f".tmp-1-{'0' * 16}-1", "../evil", 1, lambda: [memoryview(b"x")])
+    with socket.create_connection(("127.0.0.1", int(good.url.rpartition(":")[2]))) as connection:
+        connection.sendall(b"not json\n")
+        assert b"error" in connection.makefile("rb").readline()
+    for peer in peers:
+        peer.close()
+        peer.close()
+
+
+def test_a_partner_that_makes_no_sense_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="give Snapshots one"):
+        Snapshots(tmp_path, partner=Partner("127.0.0.1"))
+    with pytest.raises(ValueError, match="shift=2"):
+        Peers(Partner("127.0.0.1", shift=2), HashStore(), tmp_path, _C.PosixIo(), "0" * 16, 0, 2)
+
+
+def test_without_the_partner_a_lost_node_is_named(nodes):
+    """What the copies are for: the same loss without them."""
+    store = HashStore()
+
+    def work(rank: int) -> None:
+        with Snapshots(nodes[rank], rank=rank, world_size=2, session=1, store=store, timeout_s=60) as snapshots:
+            snapshots.save(1, state(1, rank)).wait()
+
+    on_ranks(2, work)
+    shutil.rmtree(nodes[1])
+    with pytest.raises(SnapshotError, match="no snapshot|no rank has it|cannot be read"):
+        Snapshots(nodes[0], read_only=True).restore({**state(0, 0), "w": torch.zeros(4, ROWS)})
