@@ -11,7 +11,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import chain, compress, repeat
-from operator import attrgetter, call, is_
+from operator import attrgetter, call, contains, is_
 from typing import Any, Protocol
 
 import torch
@@ -70,16 +70,14 @@ class ModuleWatch:
     @staticmethod
     def fits(module: nn.Module) -> bool:
         """True when nothing about the module's state is of its own making."""
-        kinds = {type(m) for m in _walk(module)}
-        plain = all(getattr(kind, name) is getattr(nn.Module, name) for kind in kinds for name in _PLAIN_METHODS)
-        return plain and not _has_hooks(list(_walk(module)))
+        return not _is_special(list(_walk(module)))
 
     def tensors(self, value: Any) -> list[Any] | None:
         modules = list(map(call, self._refs))
         if modules[0] is not value or not all(map(isinstance, modules, repeat(nn.Module))):
             return None
         known = (self._children, self._local_names, self._keys, self._not_saved)
-        if _has_hooks(modules) or self._structure(modules) != known:
+        if _is_special(modules) or self._structure(modules) != known:
             return None
         values = list(chain.from_iterable(map(dict.values, _dicts(modules))))
         if list(map(is_, values, repeat(None))) != self._nones:
@@ -112,9 +110,8 @@ class OptimizerWatch:
     def fits(value: OptimizerState) -> bool:
         """True when the optimizer's state_dict() is torch's own and holds nothing but tensors."""
         optimizer = value.optimizer
-        hooks = (optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks)
         parts = optimizer.state.values()
-        plain = type(optimizer).state_dict is torch.optim.Optimizer.state_dict and not any(hooks)
+        plain = not _is_special_optimizer(optimizer)
         options = chain.from_iterable(group.values() for group in optimizer.param_groups)
         no_tensors = not any(isinstance(option, torch.Tensor) for option in options)
         return plain and no_tensors and all(isinstance(t, torch.Tensor) for part in parts for t in part.values())
@@ -124,8 +121,11 @@ class OptimizerWatch:
             return None
         optimizer = value.optimizer
         here = _parameters(optimizer)
-        hooks = (optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks)
-        if any(hooks) or len(here) != len(self._refs) or len(optimizer.state) != len(self._owners):
+        if (
+            _is_special_optimizer(optimizer)
+            or len(here) != len(self._refs)
+            or len(optimizer.state) != len(self._owners)
+        ):
             return None
         if not all(map(is_, chain(here, optimizer.state), map(call, chain(self._refs, self._owners)))):
             return None
@@ -153,6 +153,19 @@ def _dicts(modules: list[Any]) -> list[dict[str, Any]]:
     return list(chain.from_iterable(both))
 
 
-def _has_hooks(modules: list[Any]) -> bool:
-    kinds = (attrgetter("_state_dict_hooks"), attrgetter("_state_dict_pre_hooks"))
-    return any(chain.from_iterable(map(kind, modules) for kind in kinds))
+def _is_special(modules: list[Any]) -> bool:
+    """True when a module's state is of its own making: by its class, a method put into the object, or a hook."""
+    kinds, own = set(map(type, modules)), list(map(vars, modules))
+    hooks = (attrgetter("_state_dict_hooks"), attrgetter("_state_dict_pre_hooks"))
+    return (
+        any(getattr(kind, name) is not getattr(nn.Module, name) for kind in kinds for name in _PLAIN_METHODS)
+        or any(any(map(contains, own, repeat(name))) for name in _PLAIN_METHODS)
+        or any(chain.from_iterable(map(hook, modules) for hook in hooks))
+    )
+
+
+def _is_special_optimizer(optimizer: torch.optim.Optimizer) -> bool:
+    """The same of an optimizer."""
+    hooks = (optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks)
+    own = "state_dict" in vars(optimizer) or type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
+    return own or any(hooks)

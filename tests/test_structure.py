@@ -124,6 +124,13 @@ def test_what_is_found_again_is_what_flattening_finds():
     assert flattener.walks == 1
 
 
+class Own(nn.Sequential):
+    """A module that says itself what its state is."""
+
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+        return {"mine": self[0][0].weight}
+
+
 def changes() -> dict[str, Any]:
     """name -> what is done to (model, optimizer, state) between two saves."""
 
@@ -146,6 +153,9 @@ def changes() -> dict[str, Any]:
         "renamed": lambda m, o, s: m._modules.update({"z": m._modules.pop("2")}),
         "none": lambda m, o, s: setattr(m[0][0], "bias", None),
         "hook": lambda m, o, s: m.register_state_dict_post_hook(lambda mod, d, *_: d.update(more=m[0][0].weight)),
+        "patched": lambda m, o, s: setattr(m, "state_dict", lambda: {"only": m[0][0].weight}),
+        "class": lambda m, o, s: setattr(m, "__class__", Own),
+        "optimizer_patched": lambda m, o, s: setattr(o, "state_dict", lambda: {"state": {}, "param_groups": []}),
         "moment": lambda m, o, s: o.state[m[0][0].weight].update(exp_avg=torch.ones(4, 4)),
         "no_moment": lambda m, o, s: o.state.pop(m[0][0].weight),
         "group": group,
