@@ -8,7 +8,7 @@
 
 Knows no model and no grid: a tensor is a box of a named full tensor (`Sharded`, or a DTensor), or is on all ranks.
 The format is in docs/format.md. Reading order: box, values, state, layout, manifest, tables, capture, commit, reader,
-restore, keep, snapshots.
+restore, keep, snapshots; then what is optional: delta; tiers, copier, uploads, tier_reader; codec, crypt; partner.
 """
 
 from plait.ckpt.errors import SnapshotDamaged, SnapshotError, SnapshotLocked, StateError, TornSnapshot
@@ -16,13 +16,16 @@ from plait.ckpt.generators import rng_state
 from plait.ckpt.handle import Handle
 from plait.ckpt.leaf import Replicas, Sharded
 from plait.ckpt.optimizer import optimizer_state
+from plait.ckpt.partner import Partner
 from plait.ckpt.restore import Report, Restored
 from plait.ckpt.snapshots import Snapshots
 from plait.ckpt.state import PerRank
+from plait.ckpt.tiers import Tier
 from plait.ckpt.trigger import Trigger
 
 __all__ = [
     "Handle",
+    "Partner",
     "PerRank",
     "Replicas",
     "Report",
@@ -33,6 +36,7 @@ __all__ = [
     "SnapshotLocked",
     "Snapshots",
     "StateError",
+    "Tier",
     "TornSnapshot",
     "Trigger",
     "optimizer_state",

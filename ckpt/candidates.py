@@ -17,6 +17,7 @@ from plait.ckpt.errors import SnapshotDamaged, SnapshotError
 from plait.ckpt.folders import StepFolder, step_folders
 from plait.ckpt.keep import reading
 from plait.ckpt.reader import SnapshotReader, read_manifest
+from plait.ckpt.tier_reader import open_folder
 from plait.ckpt.uploads import Tiers
 
 
@@ -37,7 +38,7 @@ def candidates(
     found: list[tuple[int, int, Candidate]] = []
     for folder in step_folders(root) if not tiers.unions else ():  # with unions, which ranks see alike, it is in them
         if step is None or folder.step == step:
-            opener = partial(SnapshotReader, folder.path, io, threads, key, tiers.spare)
+            opener = partial(open_folder, folder.path, io, threads, key, tiers.spare)
             found.append(
                 (folder.step, 1, Candidate(folder.step, folder.path.name, opener, partial(reading, folder.path)))
             )

@@ -15,12 +15,13 @@ from typing import Any
 
 from plait import _C
 from plait.ckpt.compare import compare, find_snapshot
+from plait.ckpt.crypt import Key, load_key
 from plait.ckpt.errors import SnapshotDamaged, SnapshotError, SnapshotLocked
 from plait.ckpt.folders import StepFolder, collect_garbage, leftovers, parse_step, step_folders
 from plait.ckpt.lock import RootLock
 from plait.ckpt.manifest import RUN
 from plait.ckpt.owner import read_record
-from plait.ckpt.reader import SnapshotReader
+from plait.ckpt.tier_reader import open_folder
 from plait.ckpt.values import decode
 
 OK, DIFFERENT, USAGE, LOCKED = 0, 1, 2, 3
@@ -45,6 +46,8 @@ def main(argv: list[str]) -> int:
         return _fail(arguments.json, USAGE, error)
     except OSError as error:
         return _fail(arguments.json, DIFFERENT, error)
+    except ValueError as error:  # of --key-file
+        return _fail(arguments.json, USAGE, error)
     print(json.dumps(report) if arguments.json else "\n".join(lines))
     return code
 
@@ -52,6 +55,7 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="print one JSON object")
+    common.add_argument("--key-file", type=Path, help="the key of signed or encrypted snapshots")
     parser = argparse.ArgumentParser(
         prog="plait snapshot", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -76,7 +80,7 @@ def _fail(as_json: bool, code: int, error: BaseException) -> int:
 
 def _list(arguments: argparse.Namespace) -> tuple[int, Any, list[str]]:
     _need_folder(arguments.root)
-    rows = [_row(folder) for folder in step_folders(arguments.root)]
+    rows = [_row(folder, load_key(key_file=arguments.key_file)) for folder in step_folders(arguments.root)]
     left = [path.name for path in leftovers(arguments.root, _NO_SESSION)]
     if not rows and not left and not (arguments.root / RUN).is_file():
         one = parse_step(arguments.root.absolute()) is not None
@@ -104,10 +108,10 @@ def _need_folder(path: Path) -> None:
         raise FileNotFoundError(f"'{path}' is not a folder")
 
 
-def _row(folder: StepFolder) -> dict[str, Any]:
+def _row(folder: StepFolder, key: Key | None) -> dict[str, Any]:
     row: dict[str, Any] = {"name": folder.path.name, "step": folder.step}
     try:
-        manifest = SnapshotReader(folder.path).manifest
+        manifest = open_folder(folder.path, key=key).manifest
     except SnapshotDamaged as error:
         return {**row, "ok": False, "reason": str(error)}
     wanted = ("attempt", "run", "epoch", "world_size", "grid", "num_tensors", "num_bytes")
@@ -125,7 +129,7 @@ def _verify(arguments: argparse.Namespace) -> tuple[int, Any, list[str]]:
         )
     rows, lines, code = [], [], OK
     for folder in folders:
-        damage, num_bytes = check_snapshot(folder.path)
+        damage, num_bytes = check_snapshot(folder.path, load_key(key_file=arguments.key_file))
         rows.append(
             {
                 "name": folder.path.name,
@@ -141,10 +145,10 @@ def _verify(arguments: argparse.Namespace) -> tuple[int, Any, list[str]]:
     return code, {"snapshots": rows}, lines
 
 
-def check_snapshot(folder: Path) -> tuple[list[str], int]:
+def check_snapshot(folder: Path, key: Key | None = None) -> tuple[list[str], int]:
     """Reads all of a snapshot; returns what is damaged (file, block and tensors) and the bytes of data read."""
     try:
-        reader = SnapshotReader(folder)
+        reader = open_folder(folder, key=key)
         reader.table  # noqa: B018  checks fragments and coverage
         for name, value in reader.values.items():
             decode(value, f"value {name!r}")
@@ -161,7 +165,7 @@ def _diff(arguments: argparse.Namespace) -> tuple[int, Any, list[str]]:
     folders = [find_snapshot(arguments.a), find_snapshot(arguments.b)]
     for folder in folders:
         _need_folder(folder)
-    a, b = (SnapshotReader(folder) for folder in folders)
+    a, b = (open_folder(folder, key=load_key(key_file=arguments.key_file)) for folder in folders)
     found = list(compare(a, b))
     lines = [f"{d.name}: {d.text}" for d in found]
     same_ranks = len(a.fragments) == len(b.fragments)

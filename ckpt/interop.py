@@ -15,8 +15,8 @@ import torch
 from plait import _C
 from plait.ckpt.box import Box, parts_of
 from plait.ckpt.layout import DTYPES, lay_out, shares_of
-from plait.ckpt.reader import SnapshotReader
 from plait.ckpt.state import Leaf, leaf_of
+from plait.ckpt.tier_reader import open_folder
 
 
 def assemble(folder: str | Path) -> dict[str, torch.Tensor]:
@@ -61,7 +61,7 @@ def export(folder: str | Path, path: str | Path, names: Iterable[str] | None = N
 
     names: of the snapshot; default all below `prefix` ("model/"), which is cut off. Aliases are written as copies.
     """
-    reader = SnapshotReader(Path(folder))
+    reader = open_folder(Path(folder))
     chosen = sorted(n for n in reader.table.names if n.startswith(prefix)) if names is None else list(names)
     tensors = {name.removeprefix(prefix): reader.read_full(name) for name in chosen}
     leaves: list[Leaf] = []

@@ -15,10 +15,10 @@ from plait import _C
 from plait.ckpt.codec import HEAD_BYTES, PART_BLOCKS, coder_of, unpack
 from plait.ckpt.crypt import Cipher, Key, opened
 from plait.ckpt.errors import SnapshotDamaged
-from plait.ckpt.manifest import MAX_JSON_BYTES, DataFile, Manifest, part_name
+from plait.ckpt.manifest import FILE_NAME, MAX_JSON_BYTES, DataFile, Manifest, part_name
 from plait.ckpt.read_plan import FileKey
 from plait.ckpt.reader import Request, SnapshotReader, check_names
-from plait.ckpt.store import CHUNK_BYTES, Source, read_copy_manifest
+from plait.ckpt.store import CHUNK_BYTES, DirStore, Source, read_copy_manifest
 
 
 class TierReader(SnapshotReader):
@@ -109,6 +109,20 @@ class TierReader(SnapshotReader):
             head = self._store.get(self._place, name, 0, HEAD_BYTES)
             self._heads[name] = unpack(head, size, first, plain, where)
         return self._heads[name]
+
+
+def open_folder(
+    folder: Path,
+    io: _C.Io | None = None,
+    threads: int = 2,
+    key: Key | None = None,
+    spare: Callable[[str], SnapshotReader | None] | None = None,
+) -> SnapshotReader:
+    """Opens a step folder on a disk, plain or coded. SnapshotDamaged, also for an encrypted one without its key."""
+    store = DirStore(folder.parent, io or _C.PosixIo(), "")
+    if any((m := FILE_NAME.fullmatch(name)) and m[2] for name in store.files(folder.name)):
+        return TierReader(store, folder.name, threads, key, spare)
+    return SnapshotReader(folder, io, threads, key, spare)
 
 
 def _runs(file: DataFile, requests: list[Request], most_bytes: int) -> Iterator[tuple[int, int]]:

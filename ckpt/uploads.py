@@ -23,11 +23,10 @@ from plait.ckpt.folders import StepFolder
 from plait.ckpt.handle import Handle
 from plait.ckpt.keep import reading
 from plait.ckpt.lock import RootLock
-from plait.ckpt.manifest import FILE_NAME
 from plait.ckpt.partner import Partner, Peers, Union, join_peers
 from plait.ckpt.reader import SnapshotReader
 from plait.ckpt.store import DirStore, Source, read_copy_manifest
-from plait.ckpt.tier_reader import TierReader
+from plait.ckpt.tier_reader import TierReader, open_folder
 from plait.ckpt.tiers import Launch, Tier
 
 
@@ -120,9 +119,8 @@ class Tiers:
     def open(self, copy: Copy) -> SnapshotReader:
         """Opens a copy: with the local reader where it is a plain one in a directory. SnapshotDamaged, OSError."""
         store = copy.store
-        coded = any((m := FILE_NAME.fullmatch(name)) and m[2] for name in store.files(copy.folder))
-        if store.local is not None and not coded:
-            return SnapshotReader(store.local / copy.folder, self._io, self._threads, self._key)
+        if store.local is not None:
+            return open_folder(store.local / copy.folder, self._io, self._threads, self._key)
         spare = self._from_others if store in self.unions else None
         return TierReader(store, copy.folder, max(4, self._threads), self._key, spare)
 

@@ -14,6 +14,7 @@ import torch
 
 from plait import _C
 from plait.ckpt import Sharded, SnapshotDamaged, SnapshotError, SnapshotLocked, Snapshots
+from plait.ckpt.cli import main
 from plait.ckpt.reader import SnapshotReader
 from plait.ckpt.tiers import Tier
 from tests.faults import KILLED, count_ops, empty_state, flip, in_child, is_small_state, on_ranks, small_state
@@ -100,6 +101,24 @@ def test_a_part_is_a_valid_safetensors_file_and_names_its_codec(tmp_path):
     assert len(keys) == len(fragment.file.crc32c) and {piece.codec for piece in fragment.pieces} == {"zstd"}
     with pytest.raises(SnapshotError):  # a plain reader refuses coded files by name instead of reading their bytes
         SnapshotReader(tmp_path / "far/step-000000001").read_full("w")
+
+
+def test_the_command_line_reads_coded_copies(tmp_path, capsys):
+    tiers = [Tier(tmp_path / "far", compress=True, encrypt=True), Tier(tmp_path / "zstd", compress=True)]
+    with Snapshots(tmp_path / "near", tiers=tiers, key=KEY) as snapshots:
+        snapshots.save(1, small_state(1)).wait("remote")
+    secret = tmp_path / "key"
+    secret.write_bytes(KEY)
+    assert main(["verify", str(tmp_path / "zstd")]) == 0
+    assert main(["verify", str(tmp_path / "far"), "--key-file", str(secret)]) == 0
+    assert main(["diff", str(tmp_path / "near"), str(tmp_path / "far"), "--key-file", str(secret)]) == 0
+    capsys.readouterr()
+    assert main(["verify", str(tmp_path / "far")]) == 1
+    assert "is encrypted, and no key was given" in capsys.readouterr().out
+    assert main(["ls", str(tmp_path / "far"), "--key-file", str(tmp_path / "absent")]) == 2
+    assert restored(tmp_path / "far", key=KEY)[0] == 1  # a coded copy is a root like any other, for who has the key
+    flip(next((tmp_path / "zstd/step-000000001").glob("*.p00000.safetensors")), 9000)
+    assert main(["verify", str(tmp_path / "zstd")]) == 1
 
 
 def test_a_shard_fetches_only_the_blocks_that_it_touches(tmp_path, server):
