@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from plait.ckpt.crypt import Key
 from plait.ckpt.errors import SnapshotDamaged
+from plait.ckpt.values import is_float_text, no_constant, unique_keys
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -49,13 +50,6 @@ def _is_text(value: Any) -> bool:
     return type(value) is str
 
 
-def _is_float_text(value: Any) -> bool:
-    try:
-        return _is_text(value) and len(value) <= 40 and float.fromhex(value).hex() == value
-    except (ValueError, OverflowError):
-        return False
-
-
 def _is_dict_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: type(value) is dict and all(map(check, value.values()))
 
@@ -75,7 +69,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "pair?": _or_null(_is_pair),
     "crcs": lambda value: type(value) is list and all(type(v) is int and 0 <= v < 1 << 32 for v in value),
     "names": _is_dict_of(_is_text),
-    "floats": _is_dict_of(_is_float_text),
+    "floats": _is_dict_of(is_float_text),
     "sizes": _is_dict_of(_is_size),
     "values": lambda value: type(value) is dict,
 }
@@ -234,7 +228,7 @@ def from_bytes(kind: type[T], data: bytes, where: str, key: Key | None = None) -
             raise SnapshotDamaged(f"{where}: is not signed, and a key was given")
         key.check(line, signature.decode().rstrip("\n"), where)
     try:
-        raw = json.loads(line, object_pairs_hook=_unique, parse_constant=_no_constant)
+        raw = json.loads(line, object_pairs_hook=unique_keys, parse_constant=no_constant)
     except (ValueError, RecursionError) as error:
         raise SnapshotDamaged(f"{where}: is not JSON as written ({error})") from error
     record = _record(kind, raw, where)
@@ -296,14 +290,3 @@ def _field(owner: type[DataclassInstance], name: str, value: Any, where: str) ->
         text = str(value)[:80]
         raise SnapshotDamaged(f"{where}: {owner.__name__}.{name} has a wrong type or range: {text}")
     return tuple(value) if type(value) is list else value
-
-
-def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a doubled key")
-    return found
-
-
-def _no_constant(text: str) -> None:
-    raise ValueError(f"{text} is not allowed")

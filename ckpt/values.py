@@ -11,6 +11,7 @@ import base64
 import json
 import struct
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -67,6 +68,27 @@ def decode(value: Any, where: str) -> Any:
         if isinstance(error, SnapshotDamaged):
             raise
         raise SnapshotDamaged(f"{where}: {tag} has a wrong content ({error})") from error
+
+
+def is_float_text(value: Any) -> bool:
+    """True for the text that `float.hex()` gives, as metrics in a manifest are."""
+    try:
+        return type(value) is str and len(value) <= 40 and float.fromhex(value).hex() == value
+    except (ValueError, OverflowError):
+        return False
+
+
+def unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """For json.loads(object_pairs_hook): ValueError for a doubled key."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a doubled key")
+    return found
+
+
+def no_constant(text: str) -> None:
+    """For json.loads(parse_constant): ValueError for NaN and the infinities."""
+    raise ValueError(f"{text} is not allowed")
 
 
 def describe(value: Any) -> str:

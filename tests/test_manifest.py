@@ -26,6 +26,7 @@ from plait.ckpt.manifest import (
 )
 from plait.ckpt.state import Sharded, flatten
 from plait.ckpt.tables import build_table, check_covered, merge_objects
+from plait.ckpt.values import is_float_text
 
 SIZE = st.integers(0, 2**63 - 1)
 NAME = st.text(max_size=12)
@@ -235,3 +236,10 @@ def test_objects_keep_names_sorted_and_values_exact():
     assert list(merged) == ["a", "b"]
     record = Objects(FORMATS[Objects], merged)
     assert from_bytes(Objects, to_bytes(record), "here") == record
+
+
+@pytest.mark.parametrize("text", ["0x1.8p+1", "nan", "-inf", "0x0.0p+0"])
+def test_metrics_are_hex_floats_and_nothing_else(text):
+    assert is_float_text(float.fromhex(text).hex())
+    for wrong in (text + " ", "1.5", 1.5, None, "0x" + "0" * 50, "0x1p+99999"):
+        assert not is_float_text(wrong)
