@@ -129,10 +129,10 @@ class Trigger:
             return True
         if self._mtbf_s is None:
             return False
-        if not self._handles:
-            return passed_s >= min(FIRST_S, self._max_s)
-        interval = self.interval()  # None: the last save is under way
-        return interval is not None and self._handles[-1].done() and passed_s >= interval.seconds
+        if self._handles and not self._handles[-1].done():
+            return False
+        interval = self.interval()  # None: nothing was saved yet, or not with success
+        return passed_s >= (min(FIRST_S, self._max_s) if interval is None else interval.seconds)
 
     def _on_save(self, number: int, frame: FrameType | None) -> None:
         self._wished = max(self._wished, SAVE)

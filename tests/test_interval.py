@@ -189,6 +189,18 @@ def test_auto_waits_for_a_disk_that_is_slower_than_the_interval():
     assert trigger.due(2) == "wish" and trigger.interval().limit == "disk"
 
 
+def test_auto_tries_again_after_a_save_that_failed():
+    clock = Clock()
+    trigger = Trigger(mtbf_hours=1, clock=clock)
+    failed = Saved(0.01, None)
+    failed.done = lambda: True  # type: ignore[method-assign]
+    trigger.saved(failed)
+    clock.now = 59.0
+    assert trigger.due(1) == ""
+    clock.now = 61.0
+    assert trigger.due(2) == "wish" and trigger.interval() is None
+
+
 @pytest.mark.parametrize("wrong", [{"steps": 0}, {"minutes": -1.0}, {"mtbf_hours": math.nan}])
 def test_wrong_arguments_of_a_trigger_are_named(wrong):
     with pytest.raises(ValueError, match=f"{next(iter(wrong))}="):
