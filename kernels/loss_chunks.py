@@ -20,7 +20,8 @@ Merge = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 # Logits that exist at one time: 2^24 is 64 MiB in fp32, small beside the weight of a 128k vocabulary (derived).
 _CHUNK_ELEMENTS = 1 << 24
-# Rows whose logits stay in a core's cache between the passes of the plain path: 2^18 are 1 MiB in fp32 (derived).
+# Logits of the plain path that are copied at a time for their statistics: 2^18 are 1 MiB in fp32, which a core's
+# cache keeps (derived; in one thread of a CPU no faster than whole chunks, but without a second one).
 _CACHED_ELEMENTS = 1 << 18
 # On a GPU each chunk reads and writes the whole weight gradient, 8 bytes per element, beside 2 FLOP per element and
 # token: 744 tokens balance them at 800 TFLOP/s and 4.3 TB/s (derived), so a chunk has at least 768. With a vocabulary
@@ -36,6 +37,15 @@ def _chunks(num_rows: int, num_local: int, on_gpu: bool = False) -> list[slice]:
     else:
         step = max(1, _CHUNK_ELEMENTS // max(1, num_local))
     return [slice(i, min(i + step, num_rows)) for i in range(0, num_rows, step)]
+
+
+def _cached(s: torch.Tensor) -> list[slice]:
+    """The rows of s[n, V_local] in small parts (on a GPU in one); never one row of several, whose sums would have
+    another order.
+    """
+    num_rows = s.shape[0]
+    num_parts = 1 if s.is_cuda else max(1, min(num_rows // 2, s.numel() // _CACHED_ELEMENTS))
+    return [slice(num_rows * i // num_parts, num_rows * (i + 1) // num_parts) for i in range(num_parts)]
 
 
 def _logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -171,10 +181,7 @@ def _once_plain(
     options: tuple[int, int, float, float, float], merge: Merge | None, grad: torch.Tensor,
 ) -> None:  # fmt: skip
     """As `_once_triton` with `grad` the logits themselves: a few rows at a time, out of the cache."""
-    num_rows, num_local = s.shape
-    num_blocks = 1 if merge is not None else max(1, min(num_rows // 2, s.numel() // _CACHED_ELEMENTS))
-    for i in range(num_blocks):  # never one row of several: its sums would have another order
-        rows = slice(num_rows * i // num_blocks, num_rows * (i + 1) // num_blocks)
+    for rows in _cached(s) if merge is None else [slice(0, s.shape[0])]:
         block = capped(s[rows], options[-1])
         stats = plain_stats(block.clone(), target[rows], options[0], s.new_empty(4, block.shape[0]))
         merged[:, rows] = torch.stack((merge or merge_stats)(stats))

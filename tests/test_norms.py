@@ -194,12 +194,12 @@ def test_one_tensor_of_more_than_two_billion_elements():
 @interpret
 @needs_interpreter
 def test_ten_thousand_scalars_are_one_launch_whose_last_program_has_the_last():
-    tensors = [torch.full((), float(i)) for i in range(10_000)]
+    tensors = [torch.full((), float(i % 8)) for i in range(10_000)]
     launches, partial = first_launches(tensors)
     assert [launch.grid for launch in launches] == [(10_000,)] and partial.numel() == 10_000
     with no_32_bit_overflow(first_program=9_999):
         launches[0]._replace(grid=(1,)).run()
-    assert partial[-1].item() == 9_999.0**2
+    assert partial[-1].item() == 49.0
 
 
 @interpret
