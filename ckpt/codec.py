@@ -142,14 +142,18 @@ def widths(fragment: Fragment, source_step: int | None, file: DataFile) -> list[
 
 def pack(first: int, blocks: Sequence[bytes]) -> bytes:
     """Returns a part: a safetensors file whose tensors are the coded blocks `first`, `first` + 1, ..."""
+    return b"".join([_head(first, [len(block) for block in blocks]), *blocks])
+
+
+def _head(first: int, sizes: Sequence[int]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "plait-part-1"}}
     at = 0
-    for number, block in enumerate(blocks, first):
-        entries[_key(number)] = {"dtype": "U8", "shape": [len(block)], "data_offsets": [at, at + len(block)]}
-        at += len(block)
+    for number, size in enumerate(sizes, first):
+        entries[_key(number)] = {"dtype": "U8", "shape": [size], "data_offsets": [at, at + size]}
+        at += size
     text = json.dumps(entries, separators=(",", ":")).encode()
     assert len(text) <= HEAD_BYTES - 8, "more blocks than a header holds"
-    return b"".join([(HEAD_BYTES - 8).to_bytes(8, "little"), text.ljust(HEAD_BYTES - 8), *blocks])
+    return (HEAD_BYTES - 8).to_bytes(8, "little") + text.ljust(HEAD_BYTES - 8)
 
 
 def unpack(head: bytes, part_bytes: int, first: int, plain: Sequence[int], where: str) -> list[tuple[int, int]]:
@@ -160,7 +164,7 @@ def unpack(head: bytes, part_bytes: int, first: int, plain: Sequence[int], where
     try:
         entries = json.loads(head[8:HEAD_BYTES])
         places = [tuple(entries[_key(n)]["data_offsets"]) for n in range(first, first + len(plain))]
-        good = head[:8] == (HEAD_BYTES - 8).to_bytes(8, "little") and len(entries) == 1 + len(plain)
+        good = len(entries) == 1 + len(plain)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise SnapshotDamaged(f"{where}: is no part of a coded copy ({error})") from error
     at = 0
@@ -168,7 +172,7 @@ def unpack(head: bytes, part_bytes: int, first: int, plain: Sequence[int], where
         good = good and len(place) == 2 and place[0] == at and type(place[1]) is int
         good = good and at <= place[1] <= at + size + MAX_FRAME_BYTES + SEAL_BYTES
         at = place[1] if good else at
-    if not good or HEAD_BYTES + at != part_bytes:
+    if not good or HEAD_BYTES + at != part_bytes or head != _head(first, [stop - start for start, stop in places]):
         raise SnapshotDamaged(f"{where}: its header does not fit its {part_bytes} bytes and {len(plain)} blocks")
     return [(HEAD_BYTES + start, HEAD_BYTES + stop) for start, stop in places]
 

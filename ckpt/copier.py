@@ -19,15 +19,18 @@ from plait import _C
 from plait.ckpt.codec import PART_BLOCKS, Coder, pack, widths
 from plait.ckpt.crypt import Cipher, opened, sealed
 from plait.ckpt.errors import SnapshotError
-from plait.ckpt.folders import StepFolder
+from plait.ckpt.folders import StepFolder, collect_trash, publish
 from plait.ckpt.keep import Policy, retain
 from plait.ckpt.manifest import (
+    FORMATS,
     MANIFEST,
     OBJECTS,
+    RUN,
     DataFile,
     FileEntry,
     Fragment,
     Manifest,
+    Run,
     fragment_name,
     from_bytes,
     part_name,
@@ -191,7 +194,10 @@ class Copier:
         if isinstance(store, DirStore):
             assert store.local is not None
             here = StepFolder(written.step, written.generation, store.local / done)
+            if not (store.local / RUN).exists():  # so that it is a root like any other, of the same run
+                publish(launch.io, store.local / RUN, to_bytes(Run(FORMATS[Run], manifest.run)))
             retain(launch.io, store.local, self.policy, here, launch.run, launch.session)
+            collect_trash(launch.io, store.local)
         else:
             ours = [c for c in copies if read_copy_manifest(store, c[2]).run == launch.run]
             for old in self.policy.given_up([StepFolder(s, g, Path(f)) for s, g, f in ours], written):

@@ -157,6 +157,13 @@ def leftovers(root: Path, session: str) -> list[Path]:
     return found
 
 
+def collect_trash(io: _C.Io, root: Path) -> None:
+    """Removes what was being removed when its process died. Only the owner of the LOCK may call it."""
+    for name in sorted(os.listdir(root)):
+        if _TRASH.fullmatch(name):
+            remove_folder(io, root / name)
+
+
 def collect_garbage(io: _C.Io, root: Path, session: str) -> list[str]:
     """Removes leftovers and returns their names. Only the owner of the LOCK may call it."""
     found = leftovers(root, session)

@@ -15,7 +15,7 @@ from plait import _C
 from plait.ckpt.codec import HEAD_BYTES, PART_BLOCKS, coder_of, unpack
 from plait.ckpt.crypt import Cipher, Key, opened
 from plait.ckpt.errors import SnapshotDamaged
-from plait.ckpt.manifest import FILE_NAME, MAX_JSON_BYTES, DataFile, Manifest, part_name
+from plait.ckpt.manifest import FILE_NAME, MAX_JSON_BYTES, DataFile, Manifest, part_name, sha256
 from plait.ckpt.read_plan import FileKey
 from plait.ckpt.reader import Request, SnapshotReader, check_names
 from plait.ckpt.store import CHUNK_BYTES, DirStore, Source, read_copy_manifest
@@ -37,6 +37,14 @@ class TierReader(SnapshotReader):
         self._heads: dict[str, list[tuple[int, int]]] = {}
         super().__init__(Path(store.url) / folder, None, threads, key, spare)
         self._cipher: Cipher | None = None if key is None else key.cipher(self.manifest.attempt)
+
+    def verify(self, rank: int) -> list[str]:
+        """As of any snapshot, and each part by its digest: also bytes that no decoder looks at."""
+        damage = super().verify(rank)
+        for part in self.fragments[rank].parts:
+            if sha256(self._store.get(self._place, part.name, 0, part.bytes)) != part.sha256:
+                damage.append(f"'{self.folder / part.name}' does not have the digest that the manifest says")
+        return damage
 
     def _open_manifest(self) -> Manifest:
         where = f"'{self._store.url}/{self._place}'"
