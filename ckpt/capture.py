@@ -123,18 +123,19 @@ class Capturer:
         assert self._plan is not None and pool is not None
         self.guards.flight = flight
         others = list(self._plan.others)
+        stage.start()
         if captured.slabs == 1:
             on_device = [o for o in others if flat.tensors[o.name].tensor.device.type == "cuda"]
             others = [o for o in others if flat.tensors[o.name].tensor.device.type != "cuda"]
             if on_device:
                 flight.device = self._copy_from_device(stage, pool, on_device, flat)
-        stage.capture()
         for other in others:
             source = bytes_of(flat.tensors[other.name].tensor, other.start, other.stop).cpu()
             for at, size in _cuts(other.file_offset, other.num_bytes, captured.slabs > 1):
                 target = torch.frombuffer(pool.view(stage.open(at, size), size), dtype=torch.uint8)
                 target.copy_(source[at - other.file_offset :][:size])
                 stage.fill(at, size)
+        stage.capture()
 
     def close(self) -> None:
         """Gives the pool and the hooks back."""

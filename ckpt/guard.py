@@ -108,7 +108,6 @@ class Guard:
     """One guarded optimizer: torch's, or one with `register_write_pre_hook` and `pieces()` (ShardedAdamW)."""
 
     def __init__(self, optimizer: Any, before_write: Callable[[Guard, Sequence[torch.Tensor] | None], None]) -> None:
-        self._optimizer = weakref.ref(optimizer)
         if callable(getattr(optimizer, "register_write_pre_hook", None)):
             self._hook = optimizer.register_write_pre_hook(lambda tensors: before_write(self, tensors))
         elif callable(getattr(optimizer, "register_step_pre_hook", None)):
@@ -117,6 +116,7 @@ class Guard:
             raise TypeError(
                 f"guard: {type(optimizer).__name__} has no register_step_pre_hook; its writes cannot be seen"
             )
+        self._optimizer = weakref.ref(optimizer)
 
     def is_of(self, optimizer: Any) -> bool:
         """True when this guards that optimizer."""

@@ -90,6 +90,7 @@ void bind_stage(py::module_& module) {
       .def_property_readonly("slabs", &Stage::slabs)
       .def_property_readonly("held_bytes", &Stage::held_bytes)
       .def_property_readonly("copied", &Stage::copied)
+      .def("start", &Stage::start, Unlocked())
       .def("capture", &Stage::capture, Unlocked())
       .def("fence", &Stage::fence, "ranges"_a, Unlocked())
       .def("wait_copied", &Stage::wait_copied, Unlocked())

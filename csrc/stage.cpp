@@ -24,13 +24,11 @@ Stage::Stage(const StagingPool& pool, std::string header,
       left_(plan_.num_blocks, block_bytes),
       written_(plan_.num_blocks),
       hasher_(pieces_) {
-  if (threads < 1) {
+  if (threads_ < 1) {
     throw std::invalid_argument("Stage: threads must be >= 1");
   }
   bytes_left_ = round_up(file_bytes, kDirectAlignment);
-  if (!left_.empty()) {
-    left_.back() -= plan_.num_blocks * block_bytes - bytes_left_;
-  }
+  left_.back() -= plan_.num_blocks * block_bytes - bytes_left_;
   for (const StagePart& part : plan_.parts) {
     eager_left_ += part.piece >= 0 && !part.lazy ? 1 : 0;
   }
@@ -79,8 +77,7 @@ void Stage::count_in(uint64_t file_offset, uint64_t bytes) {
     const uint64_t step =
         std::min(bytes, (block + 1) * block_bytes() - file_offset);
     if (block >= left_.size() || step > left_[block]) {
-      throw std::invalid_argument("Stage: block " + std::to_string(block) +
-                                  " would hold more than its bytes");
+      throw std::invalid_argument("Stage: a block has more than its bytes");
     }
     left_[block] -= step;
     bytes_left_ -= step;
@@ -130,14 +127,19 @@ void Stage::work() {
   }
 }
 
-void Stage::capture() {
+void Stage::start() {
   Lock lock(mutex_);
   // Below this in total, starting a thread costs more than the copy.
-  if (bytes_left_ > 4 * kPartBytes || slabs() > 1) {
-    const auto count = static_cast<uint64_t>(threads_);
-    workers_ = std::make_unique<Workers>(threads_, "plait-copy", count,
-                                         [this](int, uint64_t) { work(); });
+  if (!workers_ && (bytes_left_ > 4 * kPartBytes || slabs() > 1)) {
+    workers_ = std::make_unique<Workers>(
+        threads_, "plait-copy", static_cast<uint64_t>(threads_),
+        [this](int, uint64_t) { work(); });
   }
+}
+
+void Stage::capture() {
+  start();
+  Lock lock(mutex_);
   for (size_t i = 0; i < states_.size() && !over_; ++i) {
     const StagePart& part = plan_.parts[i];
     if (part.in_turn || (part.lazy && workers_)) {
@@ -163,10 +165,7 @@ void Stage::fence(const std::vector<Range>& ranges) {
     }
   }
   for (const size_t index : wanted) {
-    changed_.wait(lock, [&] {
-      return states_[index] == State::kDone ||
-             (over_ && states_[index] == State::kPending);
-    });
+    changed_.wait(lock, [&] { return states_[index] != State::kRunning; });
   }
 }
 
@@ -185,9 +184,9 @@ uint64_t Stage::open(uint64_t file_offset, uint64_t bytes) {
   const uint64_t block = file_offset / block_bytes();
   if (file_offset >= file_bytes_ || bytes > file_bytes_ - file_offset ||
       (slabs() > 1 && file_offset % block_bytes() + bytes > block_bytes())) {
-    throw std::invalid_argument(
-        "Stage: the range at " + std::to_string(file_offset) + " of " +
-        std::to_string(bytes) + " bytes is not inside one block of the file");
+    throw std::invalid_argument("Stage: the range at " +
+                                std::to_string(file_offset) +
+                                " is not inside one block of the file");
   }
   Lock lock(mutex_);
   changed_.wait(lock, [&] { return over_ || has_slot(block); });
@@ -206,13 +205,11 @@ void Stage::cancel(const std::string& reason) {
 
 void Stage::close() {
   cancel("the stage is closed");
-  std::unique_ptr<Workers> workers;
-  {
-    Lock lock(mutex_);
-    workers = std::move(workers_);
-  }
-  workers.reset();  // Joins.
   Lock lock(mutex_);
+  std::unique_ptr<Workers> workers = std::move(workers_);
+  lock.unlock();
+  workers.reset();  // Joins.
+  lock.lock();
   changed_.wait(lock, [&] { return running_ == 0; });
 }
 
@@ -224,9 +221,9 @@ const char* Stage::block(int, uint64_t block, size_t) {
   throw_if_over();
   lock.unlock();
   const uint64_t begin = block * block_bytes();
+  const uint64_t end = std::min(begin + block_bytes(), file_bytes_);
   const char* const data = memory(begin);
-  hasher_.update(data, begin, std::min(begin + block_bytes(), file_bytes_),
-                 block + 1 == plan_.num_blocks);
+  hasher_.update(data, begin, end, end == file_bytes_);
   lock.lock();
   ++hashed_blocks_;
   changed_.notify_all();

@@ -48,8 +48,11 @@ class Stage final : public BlockSource {
   uint64_t slabs() const { return plan_.slabs; }
   uint64_t held_bytes() const { return plan_.held_bytes; }
 
-  // Starts the threads and returns when every piece is in that is not lazy and
-  // has an address. In slabs that needs a writer at work. To be called once.
+  // Starts the threads. In slabs to be called before anything is filled in.
+  void start();
+  // Starts, and returns when every piece is in that is not lazy and has an
+  // address. In slabs that needs a writer at work, and all that lies before
+  // them in the file to be filled in.
   void capture();
   // To be called before memory is overwritten: returns when nothing of these
   // ranges is still to be read.

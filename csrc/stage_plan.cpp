@@ -94,6 +94,9 @@ StagePlan plan_stage(const std::string& header,
                                 std::to_string(block_bytes) +
                                 ", must be a positive multiple of 4096");
   }
+  if (file_bytes == 0) {
+    throw std::invalid_argument("Stage: file_bytes is 0");
+  }
   StagePlan plan;
   plan.block_bytes = block_bytes;
   plan.num_blocks = (file_bytes + block_bytes - 1) / block_bytes;

@@ -117,9 +117,9 @@ def test_eager_blocks_keep_their_slots_so_that_the_call_returns_at_once(pool):
 
 
 def test_pieces_that_the_caller_fills_in_wait_for_their_slots(tmp_path, pool):
-    stage, memory, content, pieces = stage_of(pool, [3 << 20], foreign={0}, block_bytes=256 << 10)
+    stage, memory, content, pieces = stage_of(pool, [3 << 20, 3 << 20], foreign={0}, block_bytes=256 << 10)
     thread, found = writing(stage, tmp_path / "f")
-    stage.capture()
+    stage.start()  # capture() would wait for the second piece, which waits for the slots of the first
     _, size, begin, _ = pieces[0]
     at = begin
     while at < begin + size:
@@ -128,6 +128,7 @@ def test_pieces_that_the_caller_fills_in_wait_for_their_slots(tmp_path, pool):
         pool.view(offset, step)[:] = memory[0][at - begin : at - begin + step]
         stage.fill(at, step)
         at += step
+    stage.capture()
     thread.join()
     assert "error" not in found and (tmp_path / "f").read_bytes() == content
 

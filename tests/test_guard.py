@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -18,6 +19,9 @@ from plait.ckpt.capture import BLOCK_BYTES
 
 SLOW = {"pool_bytes": 2 * BLOCK_BYTES, "rate_limit": 60 << 20}
 WIDE = 1500  # 9 MB in a weight: more than two blocks
+# The call returns at once (the bias has a place of its own) and the last blocks of a 36 MB weight wait for a second.
+LAZY = {"pool_bytes": 4 * BLOCK_BYTES, "rate_limit": 20 << 20}
+BIG = 3000
 
 
 class Net(torch.nn.Module):
@@ -86,18 +90,20 @@ def test_steps_right_after_a_save_do_not_change_what_is_saved(tmp_path, kind, po
             assert handle.fence_s >= 0 and (handle.slabs > 1) == bool(pool)
 
 
-def test_a_small_pool_says_what_it_will_cost_before_the_next_save(tmp_path):
+def test_a_small_pool_says_what_it_will_cost_and_holds_the_fence_not_the_call(tmp_path):
+    """Of five blocks, the ones with what must be in at once keep their own; the rest goes through the others."""
     net = Net()
     optimizer = OPTIMIZERS["adamw"](net.parameters())
     train(net, optimizer)
-    with Snapshots(tmp_path, **SLOW) as snapshots:
+    with Snapshots(tmp_path, pool_bytes=5 * BLOCK_BYTES, rate_limit=60 << 20) as snapshots:
         snapshots.guard(optimizer)
         first = snapshots.save(1, {"model": net, "optimizer": optimizer})
-        assert first.expected_hold_s is None and first.slabs > 2
+        assert first.expected_hold_s is None and first.slabs > 1 and first.held_bytes > 0
         first.wait()
         second = snapshots.save(2, {"model": net, "optimizer": optimizer})
+        assert second.expected_hold_s > 0 and not second._flight._stage.copied
         second.fence()  # opens when all but the last slab is written
-        assert second.held_bytes > 10 << 20 and second.expected_hold_s > 0 and second.fence_s > 0.01
+        assert second.fence_s > 0 and second._flight._stage.copied
 
 
 def test_without_a_guard_a_small_pool_holds_the_call_and_is_right(tmp_path):
@@ -141,7 +147,7 @@ class BucketOptimizer:
             self.param, self.master = param, None
 
     def __init__(self, flat, names):
-        self.flat, self.names, self.hooks = flat, names, {}
+        self.flat, self.names, self.hooks = flat, names, OrderedDict()
 
     def register_step_pre_hook(self, hook):
         raise AssertionError("the write hook is the better one")
@@ -177,11 +183,11 @@ def test_an_optimizer_with_a_write_hook_waits_bucket_by_bucket(tmp_path):
 
 def test_a_write_without_a_fence_fails_the_save_and_leaves_nothing(tmp_path):
     """Case L18: `.data.add_` through numpy changes no version."""
-    net = torch.nn.Linear(WIDE, WIDE)
+    net = torch.nn.Linear(BIG, BIG)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with Snapshots(tmp_path) as snapshots:
         snapshots.save(1, {"model": net}).wait()
-    snapshots = Snapshots(tmp_path, **SLOW)
+    snapshots = Snapshots(tmp_path, **LAZY)
     snapshots.guard(optimizer)
     handle = snapshots.save(2, {"model": net})
     version = net.weight._version
@@ -196,21 +202,21 @@ def test_a_write_without_a_fence_fails_the_save_and_leaves_nothing(tmp_path):
 
 
 def test_a_write_that_the_samples_miss_is_found_by_its_version(tmp_path):
-    net = torch.nn.Linear(WIDE, WIDE)
+    net = torch.nn.Linear(BIG, BIG)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with Snapshots(tmp_path, **SLOW) as snapshots:
+    with Snapshots(tmp_path, **LAZY) as snapshots:
         snapshots.guard(optimizer)
         handle = snapshots.save(1, {"model": net})
         with torch.no_grad():
-            net.weight[WIDE - 1, WIDE - 1] = 3.0
+            net.weight[BIG - 1, BIG - 1] = 3.0
         with pytest.raises(TornSnapshot, match="model/weight"):
             handle.wait()
 
 
 def test_a_fence_allows_any_write(tmp_path):
-    net = torch.nn.Linear(WIDE, WIDE)
+    net = torch.nn.Linear(BIG, BIG)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with Snapshots(tmp_path, **SLOW) as snapshots:
+    with Snapshots(tmp_path, **LAZY) as snapshots:
         snapshots.guard(optimizer)
         wanted = {"model/weight": net.weight.detach().clone()}
         handle = snapshots.save(1, {"model": net})
@@ -221,11 +227,11 @@ def test_a_fence_allows_any_write(tmp_path):
 
 
 def test_tensors_dropped_after_a_save_are_kept_until_captured_and_then_let_go(tmp_path):
-    net = torch.nn.Linear(WIDE, WIDE)
+    net = torch.nn.Linear(BIG, BIG)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     wanted = {"model/weight": net.weight.detach().clone()}
     reference = weakref.ref(net.weight.untyped_storage())
-    with Snapshots(tmp_path, **SLOW) as snapshots:
+    with Snapshots(tmp_path, **LAZY) as snapshots:
         snapshots.guard(optimizer)
         handle = snapshots.save(1, {"model": net})
         net.weight.data = torch.zeros(3)  # the old storage has no other owner
@@ -238,9 +244,9 @@ def test_tensors_dropped_after_a_save_are_kept_until_captured_and_then_let_go(tm
 
 
 def test_resizing_a_tensor_that_is_being_captured_is_refused_by_torch(tmp_path):
-    net = torch.nn.Linear(WIDE, WIDE)
+    net = torch.nn.Linear(BIG, BIG)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with Snapshots(tmp_path, **SLOW) as snapshots:
+    with Snapshots(tmp_path, **LAZY) as snapshots:
         snapshots.guard(optimizer)
         snapshots.save(1, {"model": net})
         with pytest.raises(RuntimeError, match="not resizable"):
