@@ -60,7 +60,7 @@ def event_timer(device: torch.device, seed: int = 0) -> Timer:
     order = random.Random(seed)
     room = torch.empty(torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.int8, device=device)
 
-    def time_us(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Sequence[float]]:
+    def time_us(calls: Mapping[str, Callable[[], object]], rounds: int) -> Mapping[str, Sequence[float]]:
         names, samples = list(calls), {name: [0.0] * rounds for name in calls}
         for call in calls.values():  # loads what the card has not loaded yet
             call()
@@ -76,6 +76,6 @@ def event_timer(device: torch.device, seed: int = 0) -> Timer:
             torch.cuda.synchronize(device)
             for name, (begin, end) in events.items():
                 samples[name][index] = begin.elapsed_time(end) * 1000.0
-        return samples  # type: ignore[return-value]
+        return samples
 
     return time_us

@@ -16,13 +16,15 @@ from plait.kernels.attention_plain import Options, attention_ref
 from plait.kernels.flash_launch import forward_launch, gradient_launches, launch_backward, launch_forward
 from plait.kernels.flash_tiles import MEASURED as ATTENTION
 from plait.kernels.flash_tiles import derived_tile, padded, tile_of
+from plait.kernels.gated import swiglu_ref
 from plait.kernels.launch import Launch, run_launches
-from plait.kernels.matmul_launch import MEASURED as LINEAR
-from plait.kernels.matmul_launch import TILES, Epilogue, Tile, plan, product_launches, swiglu_launch
+from plait.kernels.matmul_launch import Epilogue, gated_grad_launch, plan, product_launches, swiglu_launch
+from plait.kernels.matmul_tables import MEASURED as LINEAR
+from plait.kernels.matmul_tables import TILES, Tile
 from plait.kernels.measured import Key
 from plait.kernels.tune import Case, Problem
 
-_GELU = 1
+_GELU, _SILU = 1, 3
 
 
 def normal(*shape: int, device: torch.device, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -106,6 +108,7 @@ _PRODUCTS = {
     ("epilogue", "large"): ((8192, 4096, 2048), (1664, 1536, 192)),
     ("slope", "large"): ((8192, 4096, 2048), (1664, 1536, 192)),
     ("wgrad_wide", "large"): ((4096, 4096, 8192), (1664, 1536, 192)),
+    ("gated_slope", "large"): ((8192, 8192, 2048), (1664, 1536, 192)),
     ("swiglu", "large"): ((8192, 8192, 2048), (1664, 1536, 192)),
     ("linear", "deep"): ((512, 1024, 4096), (128, 128, 1024)),
     ("linear", "small"): ((512, 1024, 512), (128, 128, 256)),
@@ -133,14 +136,41 @@ def _product_tiles(op: str, kind: str, arch: int) -> Iterator[Tile]:
             yield Tile(*size, parts, derived.group)
 
 
+def _product_operands(op: str, sizes: tuple[int, int, int], new: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """a[M, K] and b[N, K] as training lays them out: weights of a gradient transposed, of wgrad both."""
+    num_rows, num_cols, num_inner = sizes
+    if op == "wgrad_wide":
+        return new(num_inner, num_rows, seed=0).t(), new(num_inner, num_cols, seed=1).t()
+    if op in ("slope", "gated_slope"):
+        return new(num_rows, num_inner, seed=0), new(num_inner, num_cols, seed=1).t()
+    return new(num_rows, num_inner, seed=0), new((2 if op == "swiglu" else 1) * num_cols, num_inner, seed=1)
+
+
+def _product_reference(
+    op: str, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor, side: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """What the op's launch writes, in fp32; `side` is the residual, or what the activation had as its input."""
+    x = a.float() @ b.float().t()
+    if op == "swiglu":
+        gate, up = x.chunk(2, dim=1)
+        return (activations.activate(gate, _SILU) * up,)
+    if op == "gated_slope":
+        gate_up = side.float().requires_grad_()
+        return torch.autograd.grad(swiglu_ref(gate_up), gate_up, x)
+    if op == "slope":
+        return (activations.activation_grad(x, side.float(), _GELU),)
+    if op == "wgrad_wide":
+        return (x,)
+    x = x + bias.float()
+    return (activations.activate(x, _GELU) + side.float(), x) if op == "epilogue" else (x,)
+
+
 def _product_problem(op: str, kind: str, dtype: torch.dtype, device: torch.device, arch: int, small: bool) -> Problem:
     """One product with the epilogue that its op is launched with."""
-    num_rows, num_cols, num_inner = _PRODUCTS[op, kind][small]
+    sizes = _PRODUCTS[op, kind][small]
     new = partial(normal, device=device, dtype=dtype)
-    a = new(num_rows, num_inner, seed=0)
-    b = new((2 if op == "swiglu" else 1) * num_cols, num_inner, seed=1)
-    if op == "wgrad_wide":  # both operands transposed, as the rows of a batch are
-        a, b = (new(num_inner, width, seed=i).t() for i, width in enumerate((num_rows, num_cols)))
+    a, b = _product_operands(op, sizes, new)
+    num_rows, num_cols = sizes[0], sizes[1] * (2 if op == "gated_slope" else 1)
     side, bias = new(num_rows, num_cols, seed=2), new(num_cols, seed=3)
     wide = torch.float32 if op == "wgrad_wide" else dtype
     out, pre = (torch.empty(num_rows, num_cols, dtype=of, device=device) for of in (wide, dtype))
@@ -152,23 +182,17 @@ def _product_problem(op: str, kind: str, dtype: torch.dtype, device: torch.devic
 
     def launches() -> list[Launch]:
         how = plan(op, a, b, arch)
-        return [swiglu_launch(a, b, out, None, how)] if op == "swiglu" else product_launches(a, b, out, extra, how)
+        if op == "swiglu":
+            return [swiglu_launch(a, b, out, None, how)]
+        if op == "gated_slope":
+            return [gated_grad_launch(a, b, side, 0, out, None, how)]
+        return product_launches(a, b, out, extra, how)
 
     def run() -> tuple[torch.Tensor, ...]:
         run_launches(launches())
         return (out, pre) if op == "epilogue" else (out,)
 
-    def reference() -> tuple[torch.Tensor, ...]:
-        x = a.float() @ b.float().t()
-        if op == "swiglu":
-            gate, up = x.chunk(2, dim=1)
-            return (activations.activate(gate, 3) * up,)
-        if op == "slope":
-            return (activations.activation_grad(x, side.float(), _GELU),)
-        x = x + bias.float() if extra.bias is not None else x
-        return (activations.activate(x, _GELU) + side.float(), x) if op == "epilogue" else (x,)
-
-    return Problem(launches, run, reference)
+    return Problem(launches, run, lambda: _product_reference(op, a, b, bias, side))
 
 
 def _product_case(op: str, kind: str, dtype: torch.dtype = torch.bfloat16) -> Case:
