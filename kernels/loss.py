@@ -8,8 +8,8 @@ smoothing is never negative. The weight gradient is fp32 (fp64 for fp64). The ch
 The bits are the same where the gradient of the loss is 1; else dx, rounded once, is multiplied and rounded again.
 
 Memory beyond inputs and outputs: 5 bytes per token from forward to backward (lse and whether it counts), and one
-chunk of logits at a time. On a GPU that is 4 bytes per logit, and for the gradient of 16-bit inputs 2 more; a chunk
-has `_GPU_CHUNK_ELEMENTS` logits, or `_GPU_CHUNK_ROWS` tokens where that is more.
+chunk of logits at a time. On a GPU that is 4 bytes per logit, and for the gradient of 16-bit inputs 2 more. The
+fp32 weight gradient is a buffer too where the weight has 16 bits: 4 bytes per element, until it is rounded.
 """
 
 from functools import partial
@@ -199,11 +199,12 @@ def _shares(
     counts: torch.Tensor, weights: torch.Tensor | None, reduction: str, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(derivative of `reduce_losses` by each token's loss, what "mean" divides by): the bits that autograd finds."""
-    shares = counts.to(dtype) if weights is None else torch.where(counts, weights.to(dtype), 0.0)
-    divisor = shares.sum()
     if weights is None:
-        divisor = divisor.clamp(min=1)
-    divisor = torch.where(divisor == 0.0, 1.0, divisor)
+        shares, divisor = counts.to(dtype), counts.sum().clamp(min=1).to(dtype)
+    else:
+        shares = torch.where(counts, weights.to(dtype), 0.0)
+        total = shares.sum()
+        divisor = torch.where(total == 0.0, 1.0, total)
     return (shares if reduction == "sum" else shares * (1.0 / divisor)), divisor
 
 

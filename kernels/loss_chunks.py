@@ -3,7 +3,8 @@
 Three of them: the statistics, the gradients given the log-sum-exp (the logits are made again: four products with the
 statistics'), and both in one walk (three products) for a caller who knows beforehand how each token's loss counts.
 What is differentiable and checked is loss.py. The one idea: a chunk of logits exists at a time, and the gradients of
-chunks are added up in fp32, so that no number of chunks costs digits.
+chunks are added up in fp32, so that no number of chunks costs digits. On a GPU a chunk has `_GPU_CHUNK_ELEMENTS`
+logits, or `_GPU_CHUNK_ROWS` tokens where that is more.
 """
 
 from collections.abc import Callable

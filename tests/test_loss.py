@@ -16,7 +16,7 @@ from plait.kernels import (
     loss_chunks,
     merge_stats,
 )
-from tests.cases import TOLERANCE, close, compare, normal
+from tests.cases import TOLERANCE, close, compare, needs_plain, normal
 from tests.loss_cases import (
     CASES,
     OPTIONS,
@@ -235,6 +235,32 @@ def test_a_kept_graph_gives_the_same_gradients_again():
     for a, b, c in zip(first, second, third, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-16)
         assert torch.equal(b, c)
+
+
+@needs_plain
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gradients_in_the_forward_compile_to_one_graph(reduction):
+    x, weight, weights, target = normal(9, 4), normal(11, 4, seed=1), normal(9, seed=2).abs(), targets(9)
+    target[2] = -100
+    op = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    how = dict(factor=3.0, reduction=reduction, label_smoothing=0.1, grad_in_forward=True)
+    got, want = (run_once(f, target, x, weight, weights, **how) for f in (op, linear_cross_entropy))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_each_input_alone_gets_its_gradient():
+    """Also one after the other out of a kept graph, as a split backward asks for them."""
+    x, weight, target = normal(9, 4).requires_grad_(), normal(11, 4, seed=1).requires_grad_(), targets(9)
+    want = run_once(linear_cross_entropy, target, x, weight, factor=2.0)
+    value = 2.0 * linear_cross_entropy(x, weight, target)
+    (dx,) = torch.autograd.grad(value, x, retain_graph=True)
+    (dweight,) = torch.autograd.grad(value, weight)
+    torch.testing.assert_close((dx, dweight), (want[1], want[2]))
+    for a, b, place in ((x, weight.detach(), 1), (x.detach(), weight, 2)):
+        (got,) = torch.autograd.grad(2.0 * linear_cross_entropy(a, b, target), (a, b)[place - 1])
+        assert torch.equal(got, want[place])
 
 
 def counted_products(monkeypatch):

@@ -5,7 +5,7 @@ import torch
 
 from plait.kernels import cross_entropy, linear_cross_entropy, loss_chunks, merge_stats
 from tests.cases import normal
-from tests.loss_cases import targets
+from tests.loss_cases import run_once, targets
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,6 +67,15 @@ def test_peak_memory_is_one_chunk_beyond_the_results():
     loss_chunks.head_grad(x, weight, target, lse, dloss, dweight, 0, 128_256, 0.0, 0.0, 0.0, True)
     # 6 bytes per logit of 768 rows, dx, and 64 MiB for workspaces and numbers per token.
     assert torch.cuda.max_memory_allocated() - before <= 6 * 768 * 128_256 + x.nbytes + (64 << 20)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_made_in_the_forward_have_the_bits_of_those_made_in_the_backward(dtype, monkeypatch):
+    monkeypatch.setattr(loss_chunks, "_GPU_CHUNK_ELEMENTS", 0)
+    monkeypatch.setattr(loss_chunks, "_GPU_CHUNK_ROWS", 128)
+    x, weight, target = _inputs(300, 256, 50_257, dtype)
+    late, early = (run_once(linear_cross_entropy, target, x, weight, grad_in_forward=form) for form in (False, True))
+    assert all(torch.equal(a, b) for a, b in zip(late, early, strict=True))
 
 
 def test_a_captured_graph_gives_the_same_bits():
