@@ -83,7 +83,7 @@ def forward_launch(
     wide = next_power_of_two(num_cols + lead)
     block_col = block_col or min(_MAX_COL, max(_MIN_COL, wide))
     block_row = min(next_power_of_two(num_rows), max(1, _BLOCK // block_col))
-    grid = batch * triton.cdiv(num_rows, block_row) * triton.cdiv(num_cols + lead, block_col)
+    grid = batch * -(-num_rows // block_row) * -(-(num_cols + lead) // block_col)
     arguments = (
         x, rng, out, *x.stride(), num_rows, num_cols, sample_offset, row_offset, col_offset - lead, lead,
         keep_threshold(p), 1.0 / (1.0 - p),
