@@ -7,9 +7,10 @@
         snapshots.restore({"model": model, "optimizer": optimizer, "step": 0})          # newest good one
 
 Knows no model and no grid: a tensor is a box of a named full tensor (`Sharded`, or a DTensor), or is on all ranks.
-Several ranks: `Snapshots.of_process_group("runs/a")`; what only some ranks hold goes into `Replicas`. The format is in
-docs/format.md. Reading order: box, values, dtensors, leaf, state, layout, manifest, tables, capture, commit, reader,
-restore, lock, keep, snapshots; then what makes it quick or is asked for: watch, structure; interval, trigger; delta; tiers, copier, uploads, tier_reader; codec, crypt; partner.
+Several ranks: `Snapshots.of_process_group("runs/a")`; what only some ranks hold goes into `Replicas`.
+The format is in docs/format.md. Reading order: box, values, dtensors, leaf, state, layout, manifest, tables, capture,
+commit, reader, restore, lock, keep, snapshots; then watch and structure (a second save is cheap), interval, trigger
+(when to save), delta; tiers, copier, uploads, tier_reader; codec, crypt; partner.
 """
 
 from plait.ckpt.errors import SnapshotDamaged, SnapshotError, SnapshotLocked, StateError, TornSnapshot

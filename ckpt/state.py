@@ -195,7 +195,8 @@ def unwrapped(value: Any) -> Any:
     """Returns the module inside DistributedDataParallel, DataParallel and torch.compile: these prefix the names of
     all tensors, which would tie a snapshot to the way it was trained."""
     while isinstance(value, torch.nn.Module):
-        inner = getattr(value, "_orig_mod", None)
+        compiled = type(value).__module__.startswith("torch._dynamo")
+        inner = value._orig_mod if compiled else None
         if isinstance(value, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
             inner = value.module
         if inner is None:

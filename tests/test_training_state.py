@@ -13,6 +13,7 @@ from torch import nn
 
 from plait.ckpt import PerRank, Replicas, Sharded, SnapshotError, Snapshots, StateError, optimizer_state, rng_state
 from plait.ckpt.lazy import materialize
+from plait.ckpt.state import flatten
 from tests.faults import on_ranks
 
 # name -> how to make it; all of torch's that take dense gradients without a closure
@@ -327,6 +328,20 @@ def test_a_modules_versions_and_order_survive(tmp_path):
         snapshots.save(1, {"model": state})
         back = snapshots.restore({"model": make_model().state_dict()}).values["model"]
     assert type(back) is OrderedDict and list(back) == list(state) and back._metadata == state._metadata
+
+
+def test_how_a_model_is_wrapped_is_no_part_of_its_names():
+    """torch.compile and DataParallel (DDP in test_loops); a module of that name that is the user's own stays."""
+    model = make_model()
+    wanted = list(flatten({"m": model}).tensors)
+    for wrapped in (torch.compile(model), nn.DataParallel(model), nn.DataParallel(torch.compile(model))):
+        assert list(flatten({"m": wrapped}).tensors) == wanted
+        assert [*optimizer_state(wrapped, torch.optim.SGD(model.parameters())).names] == [
+            name for name, _ in model.named_parameters()
+        ]
+    own = nn.Module()
+    own._orig_mod = nn.Linear(1, 1)
+    assert set(flatten({"m": own}).tensors) == {"m/_orig_mod.weight", "m/_orig_mod.bias"}
 
 
 def test_replicas_are_said_by_index_and_by_nothing_else(tmp_path):
