@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -419,6 +420,66 @@ def test_the_compiler_refuses_a_tile_that_spills_and_one_that_is_too_big():
     with case.table.trial(case.key(90), case.present(90)._replace(num_stages=3)):
         assert code_fault(case, CARD, compile_offline).endswith("bytes of shared memory; at most 1000")
         assert code_fault(case, CARD._replace(shared_bytes=227 * 1024), compile_offline) == ""
+
+
+# The card, made up
+
+
+class FakeEvents:
+    """torch.cuda's events over a clock that only calls advance."""
+
+    def __init__(self) -> None:
+        self.now_us = 0.0
+        self.order: list[str] = []
+
+    def event(self, enable_timing: bool) -> Any:
+        assert enable_timing
+        at: list[float] = []
+        return SimpleNamespace(
+            at=at, record=lambda: at.append(self.now_us), elapsed_time=lambda end: (end.at[0] - at[0]) / 1000.0
+        )
+
+    def call(self, name: str, us: float) -> None:
+        self.order.append(name)
+        self.now_us += us
+
+
+def test_the_timer_of_a_card_gives_microseconds_by_round_in_changing_order(monkeypatch):
+    fake, device = FakeEvents(), torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=64))
+    monkeypatch.setattr(torch.cuda, "Event", fake.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: fake.call("sync", 1000.0))
+    monkeypatch.setattr(torch.Tensor, "zero_", lambda room: fake.call("flush", 500.0))
+    names = ("a", "b", "c")
+    calls = {name: (lambda name=name, i=i: fake.call(name, 10.0 * (i + 1))) for i, name in enumerate(names)}
+    samples = tune_card.event_timer(device)(calls, 8)
+    assert {name: pytest.approx(10.0 * (i + 1)) for i, name in enumerate(names)} == {
+        name: sum(values) / 8 for name, values in samples.items()
+    }
+    assert fake.order[:3] == list(names), "each is called once before the first round"
+    rounds = [r.split() for r in " ".join(fake.order[3:]).split(" sync")[:8]]
+    assert all([x for x in r if x != "flush"] != [] and r[0] == "flush" for r in rounds)
+    assert all(sorted(x for x in r if x != "flush") == list(names) for r in rounds)
+    assert len({tuple(x for x in r if x != "flush") for r in rounds}) > 1
+
+
+def test_facts_of_a_card(monkeypatch):
+    properties = SimpleNamespace(name="Card 9000", major=8, minor=6, shared_memory_per_block_optin=101376)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(tune_card, "_output", lambda *command: "570.1" if "--id=1" in command else "abc1234")
+    card = tune_card.this_card()
+    assert (card.name, card.arch, card.capability, card.shared_bytes) == ("Card 9000", 80, 86, 101376)
+    assert (card.driver, card.commit, card.device) == ("570.1", "abc1234+", torch.device("cuda", 1))
+    assert re.fullmatch(r"\d{4}-\d{2}-\d{2}", card.date) and card.torch == torch.__version__
+
+
+def test_what_a_tool_does_not_say_is_unknown(monkeypatch):
+    assert tune_card._output("no-such-tool") == tune_card._output("false") == "unknown"
+    assert tune_card._output("printf", "one\ntwo\n") == "one"
+    monkeypatch.setattr(tune_card, "_output", lambda *command: "unknown")
+    assert tune_card.source_commit().startswith("plait ")
 
 
 # The command
