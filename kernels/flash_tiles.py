@@ -77,14 +77,16 @@ TILES: dict[str, dict[int, tuple[tuple[int, Choice], ...]]] = {
     },
     "dkdv": {
         80: (
-            (64, Choice(Tile(64, 128, 8, 2), Tile(32, 128, 8, 2), Tile(16, 128, 8, 2))),  # registers 248, 217, 221
+            (64, Choice(Tile(32, 128, 8, 2), Tile(32, 128, 8, 2), Tile(16, 128, 8, 2))),  # registers 180, 217, 221
             # registers 224, 236, 233, 243
             (128, Choice(Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2))),
-            (256, Choice(Tile(32, 64, 8, 2), Tile(32, 64, 8, 1), Tile(32, 32, 8, 1))),  # registers 255, 255, 199
+            # registers 255, 255, 199, 164 (head dim 64 and values of 256)
+            (256, Choice(Tile(32, 64, 8, 2), Tile(32, 64, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 2))),
         ),
         90: (
             (64, Choice(Tile(64, 128, 8, 2), Tile(64, 128, 8, 2), Tile(32, 128, 8, 2))),  # registers 231, 234, 220
-            (128, Choice(Tile(32, 128, 8, 2), Tile(32, 128, 8, 2), Tile(16, 128, 8, 2))),  # registers 238, 254, 254
+            # registers 238, 254, 251, 244
+            (128, Choice(Tile(32, 128, 8, 2), Tile(32, 128, 8, 2), Tile(16, 128, 8, 2), Tile(16, 128, 8, 1))),
             (256, Choice(Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1))),  # registers 170, 166, 178
         ),
         100: (
@@ -162,7 +164,8 @@ def derived_tile(
     if rows is not None and not switched and all(fits_descriptor(x) for x in walked):
         return "descriptors", from_table(rows, width)
     # Masks over padded channels cost registers: the kernel of dk and dv has none left, the others with a switch on.
-    is_ragged = padded(q.shape[3]) != q.shape[3] or padded(v.shape[3]) != v.shape[3]
+    head, value = q.shape[3], v.shape[3]
+    is_ragged = padded(head) != head or padded(value) != value or (kernel == "dkdv" and head != value)
     if is_ragged and (kernel == "dkdv" or switched):
         return "ragged", choice.ragged or choice.dropout
     if options.dropout_p:

@@ -76,6 +76,9 @@ def test_the_wider_head_dim_and_the_switches_choose_the_tile():
     masked: Choice = TILES["dkdv"][80][1][1]
     assert tile_of("dkdv", padded, padded, padded, plain, 80) == masked.ragged != masked.plain
     assert tile_of("dkdv", padded, padded, padded, plain, 90).descriptors  # TMA fills what is padded
+    assert (
+        tile_of("dkdv", q, q, v, plain, 80) == TILES["dkdv"][80][2][1].ragged != tile_of("dkdv", v, v, v, plain, 80)
+    )
     assert tile_of("dq", padded, padded, padded, plain, 80) == TILES["dq"][80][1][1].plain
     assert tile_of("dq", padded, padded, padded, plain._replace(window=3), 80) == TILES["dq"][80][1][1].ragged
     assert arch_of(q) == 90 and [delta_rows(width) for width in (8, 64, 80, 256)] == [64, 64, 32, 16]
