@@ -18,7 +18,7 @@ from typing import TypeVar
 from plait import _C
 from plait.ckpt.codec import PART_BLOCKS, Coder, pack, widths
 from plait.ckpt.crypt import Cipher, opened, sealed
-from plait.ckpt.errors import SnapshotError
+from plait.ckpt.errors import SnapshotDamaged, SnapshotError
 from plait.ckpt.folders import StepFolder, collect_trash, publish
 from plait.ckpt.keep import Policy, retain
 from plait.ckpt.manifest import (
@@ -199,14 +199,21 @@ class Copier:
             retain(launch.io, store.local, self.policy, here, launch.run, launch.session)
             collect_trash(launch.io, store.local)
         else:
-            ours = [c for c in copies if read_copy_manifest(store, c[2]).run == launch.run]
-            for old in self.policy.given_up([StepFolder(s, g, Path(f)) for s, g, f in ours], written):
+            ours = [StepFolder(s, g, Path(f)) for s, g, f in copies if self._is_ours(f)]
+            for old in self.policy.given_up(ours, written):
                 self._remove(str(old.path))
         number = int(manifest.attempt.rpartition("-")[2])
         for attempt in store.unfinished():
             _, session, sequence = attempt.split("-")
             if session != launch.session or int(sequence) < number:
                 self._remove(store.begin(attempt))
+
+    def _is_ours(self, folder: str) -> bool:
+        """True for a good copy of this run; others are left for people to look at."""
+        try:
+            return read_copy_manifest(self.store, folder).run == self.launch.run
+        except SnapshotDamaged:
+            return False
 
     def _remove(self, folder: str) -> None:
         names = sorted(self.store.files(folder), key=lambda name: (name != MANIFEST, name))

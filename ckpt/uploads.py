@@ -64,9 +64,12 @@ class Tiers:
         return self._peers
 
     def known_run(self) -> str | None:
-        """Returns the run of the newest copy, or None: a new, empty local root goes on with it."""
+        """Returns the run of the newest good copy, or None: a new, empty local root goes on with it."""
         for copy in self.copies(None):
-            return read_copy_manifest(copy.store, copy.folder, self._key).run
+            try:
+                return read_copy_manifest(copy.store, copy.folder, self._key).run
+            except SnapshotDamaged:
+                continue  # a restore names it, with the reason
         return None
 
     def start(self, launch: Launch, newest: StepFolder | None) -> None:

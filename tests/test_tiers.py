@@ -250,6 +250,19 @@ def test_disk_full_on_the_tier_is_an_error_of_the_copy_alone(tmp_path, monkeypat
     assert not list((tmp_path / "far").glob(".tmp-*"))  # the remains of step 1 went with the next copy
 
 
+def test_a_damaged_manifest_in_a_store_stops_neither_copies_nor_a_new_node(tmp_path, server):
+    tier = s3(server, keep_last=1)
+    with Snapshots(tmp_path / "near", tiers=[tier]) as snapshots:
+        snapshots.save(1, small_state(1)).wait("remote")
+        name = next(key for key in server.objects if key.endswith("MANIFEST.json"))
+        server.objects[name] = server.objects[name].replace(b'"step":1', b'"step":7')
+        snapshots.save(2, small_state(2)).wait("remote")
+    with Snapshots(tmp_path / "new", tiers=[tier]) as snapshots:
+        assert snapshots.restore(empty_state()).step == 2
+        snapshots.save(3, small_state(3)).wait("remote")
+    assert restored(tmp_path / "none", [tier])[0] == 3
+
+
 def test_two_jobs_in_one_tier_folder_are_refused(tmp_path):
     with Snapshots(tmp_path / "a", tiers=[Tier(tmp_path / "far")]):
         with pytest.raises(SnapshotLocked, match="far"):
