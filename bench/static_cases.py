@@ -1,77 +1,31 @@
-"""The cases of the `static` suite: our points beside the kernels of others that compute the same thing.
+"""The cases of the `static` suite that stream memory, and the list of all: our points beside others' kernels.
 
-A side is a function of a number of rows that prepares inputs and returns the call whose launches are meant. Ours and
-each peer get the same shapes and dtypes; the calls are recorded for the compiler (static_peers.py) and run in the
-interpreter to be counted (static_counts.py). Runs and compiles nothing itself.
+What a case is: static_case.py; what arithmetic binds: static_products.py. Runs and compiles nothing itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from plait import kernels
+from plait.bench.static_case import (
+    COLS,
+    EMBEDDINGS,
+    FFN,
+    Call,
+    Context,
+    Peer,
+    PeerSide,
+    Side,
+    StaticCase,
+    named,
+    zeros,
+)
+from plait.bench.static_products import attention_cases, loss_cases, matmul_case
 from plait.kernels import embed, gated, layernorm, rmsnorm
-from plait.kernels.flash_points import Point
-from plait.kernels.inspect import parse_arch
-from plait.kernels.launch import Launch
-from plait.kernels.loss_triton import grad_launch, stats_launch
-from plait.kernels.matmul_launch import Epilogue, plan, product_launches
-from plait.kernels.points import points
-
-Call = Callable[[], object]
-Side = Callable[[int], Call]  # rows -> the call
-PeerSide = Callable[[Any, int], Call]  # the peer's module, rows -> the call
-BF16, FP16 = torch.bfloat16, torch.float16
-COLS, FFN, VOCAB, EMBEDDINGS = 4096, 14336, 128_256, 32_000
-
-
-class Peer(NamedTuple):
-    """Where a peer's code is (a module of Liger's, or a tutorial's file and its definitions), and its call."""
-
-    source: tuple[str, ...]
-    call: PeerSide
-    note: str = ""
-
-
-class StaticCase(NamedTuple):
-    """One op at one shape. `rows` are those of the table; the interpreter counts `counted` rows and twice as many,
-    0: formulas alone. bytes_needed: each input and output once. elements: of the output."""
-
-    name: str
-    rows: int
-    elements: int
-    launches: Callable[[str], list[Launch]]  # of an architecture
-    ours: Side | None
-    peers: dict[str, Peer]
-    counted: int
-    bytes_needed: float
-    flop: float = 0.0  # of the algorithm that both run
-    flop_peer: float = 0.0  # where it differs
-    note: str = ""
-
-
-def named(*names: str) -> Callable[[str], list[Launch]]:
-    """Launches of our points."""
-    return lambda arch: [points(every=True)[name](arch) for name in names]
-
-
-def zeros(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    """Kernels do not branch on values; zeros are pages that nobody touched."""
-    return torch.zeros(shape, dtype=dtype)
-
-
-class Context:
-    """What an autograd.Function's forward and backward need of its ctx."""
-
-    needs_input_grad = (True,) * 8
-
-    def save_for_backward(self, *tensors: Any) -> None:
-        self.saved_tensors = tensors
 
 
 def norm_inputs(rows: int) -> SimpleNamespace:
@@ -217,52 +171,6 @@ def rope_case() -> StaticCase:
     )
 
 
-def loss_cases() -> list[StaticCase]:
-    """Cross entropy of bf16 logits with its gradient, and linear cross entropy by formula."""
-
-    def ours(rows: int) -> Call:
-        logits, target, lse = zeros(rows, VOCAB), torch.zeros(rows, dtype=torch.int64), torch.zeros(rows)
-        stats, grad = torch.empty(4, rows), torch.empty(rows, VOCAB, dtype=BF16)
-
-        def call() -> None:
-            stats_launch(logits, target, 0, 0.0, stats).run()
-            grad_launch(logits, target, lse, lse, 0, VOCAB, 0.0, 0.0, 0.0, grad).run()
-
-        return call
-
-    def liger(module: Any, rows: int) -> Call:
-        logits, target = zeros(rows, VOCAB).requires_grad_(), torch.zeros(rows, dtype=torch.int64)
-        options = (None, -100, 0.0, 0.0, "mean", None, False)
-        return lambda: torch.no_grad()(module.cross_entropy_forward)(logits, target, *options)
-
-    tokens = 4096
-    direct = StaticCase(
-        f"cross entropy, loss and gradient [{tokens}, {VOCAB}]",
-        tokens,
-        tokens * VOCAB,
-        named("cross_entropy.stats.bf16", "cross_entropy.grad.bf16"),
-        ours,
-        {"liger": Peer(("cross_entropy",), liger, "gradient over the logits, made in forward")},
-        2,
-        tokens * VOCAB * 2.0 * 3,
-    )
-    product = 2.0 * tokens * COLS * VOCAB
-    head = StaticCase(
-        f"linear cross entropy [{tokens}, {COLS}] x {VOCAB}",
-        tokens,
-        tokens * VOCAB,
-        named("cross_entropy.stats.128256", "cross_entropy.grad.128256"),
-        None,
-        {"liger": Peer(("cross_entropy",), liger, "products: logits, dx, dweight")},
-        0,
-        2.0 * COLS * (2 * tokens + 2 * VOCAB),
-        4 * product,
-        3 * product,
-        "backward makes the logits again: 4 products for 3",
-    )
-    return [direct, head]
-
-
 def embedding_cases() -> list[StaticCase]:
     """8192 different tokens of 32,000 rows of 4096: the gradient fills all rows."""
 
@@ -297,66 +205,6 @@ def embedding_cases() -> list[StaticCase]:
         name = f"embedding {'backward' if backward else 'forward'} [{rows}] of [{EMBEDDINGS}, {COLS}]"
         result.append(
             StaticCase(name, rows, rows * COLS, named(*names), ours(backward), peers, 16, needed)
-        )  # fmt: skip
-    return result
-
-
-def matmul_case() -> StaticCase:
-    """[8192, 4096] x [4096, 4096]^T in fp16, which is what the tutorials write."""
-    rows, width = 8192, COLS
-
-    def launches(arch: str) -> list[Launch]:
-        new = partial(torch.empty, dtype=FP16, device="meta")
-        a, b, out = new(rows, COLS), new(width, COLS), new(rows, width)
-        return product_launches(a, b, out, Epilogue(), plan("linear", a, b, parse_arch(arch)))
-
-    def tiled(module: Any, _: int) -> Call:
-        a, b = zeros(rows, COLS, dtype=FP16), zeros(width, COLS, dtype=FP16)
-        return lambda: module.matmul(a, b.t())
-
-    def persistent(module: Any, _: int) -> Call:
-        a, b = zeros(rows, COLS, dtype=FP16), zeros(width, COLS, dtype=FP16)
-        return lambda: module.matmul_descriptor_persistent(a, b, False)
-
-    peers = {
-        "tutorial 03": Peer(("03-matrix-multiplication.py", "matmul"), tiled),
-        "tutorial 09": Peer(("09-persistent-matmul.py", "matmul_descriptor_persistent"), persistent),
-    }
-    return StaticCase(
-        f"linear [{rows}, {COLS}] x {width} fp16", rows, rows * width, launches, None, peers, 0,
-        2.0 * (rows * COLS + width * COLS + rows * width), 2.0 * rows * COLS * width,
-    )  # fmt: skip
-
-
-def attention_cases() -> list[StaticCase]:
-    """Causal, fp16, 32 heads of 128 (ours with 8 for keys); backward makes the scores again, twice."""
-    batch, tokens, heads, dim = 2, 4096, 32, 128
-
-    def launches(kinds: tuple[str, ...]) -> Callable[[str], list[Launch]]:
-        return lambda arch: [Point(kind, dim, dim, "plain", "fp16").launch(arch) for kind in kinds]
-
-    def tutorial(backward: bool) -> PeerSide:
-        def side(module: Any, _: int) -> Call:
-            q, context = zeros(batch, heads, tokens, dim, dtype=FP16), Context()
-            context.sm_scale, context.HEAD_DIM = 0.1, dim  # type: ignore[attr-defined]
-            context.saved_tensors = (q, q, q, q, zeros(batch, heads, tokens, dtype=torch.float32))
-            if backward:
-                return lambda: module._attention.backward(context, q)
-            return lambda: module._attention.forward(context, q, q, q, True, 0.1)
-
-        return side
-
-    product = 2.0 * batch * heads * dim * tokens * (tokens + 1) / 2
-    operand = 2.0 * batch * heads * tokens * dim
-    result = []
-    for backward, kinds in ((False, ("forward",)), (True, ("delta", "dq", "dkdv"))):
-        peers = {"tutorial": Peer(("06-fused-attention.py", "_attention"), tutorial(backward))}
-        name = f"attention {'backward' if backward else 'forward'} causal [{batch}, {tokens}, {heads}, {dim}] fp16"
-        result.append(
-            StaticCase(
-                name, batch * tokens, batch * tokens * heads * dim, launches(kinds), None, peers, 0,
-                operand * (8 if backward else 4), product * (7 if backward else 2),
-            )
         )  # fmt: skip
     return result
 

@@ -21,7 +21,8 @@ from unittest import mock
 import triton.language as tl
 
 from plait.bench.accesses import AccessCounter
-from plait.bench.static_cases import Call, Peer, StaticCase, all_cases
+from plait.bench.static_case import Call, Peer, StaticCase
+from plait.bench.static_cases import all_cases
 from plait.bench.static_peers import liger, pretend_card, tutorial
 
 # Functions of libdevice, which the interpreter lacks; they touch no memory.
@@ -37,7 +38,10 @@ class _Number(float):
 
 @contextlib.contextmanager
 def lenient_interpreter() -> Iterator[None]:
-    """Within it, kernels may convert float arguments and grids may be lists, as when compiled."""
+    """Within it, kernels may convert float arguments, grids may be lists, atomics take any dtype, as when compiled.
+
+    An atomic does nothing: it is counted before, and no kernel here branches on its result.
+    """
     from triton.runtime import interpreter
 
     convert, build = interpreter._implicit_cvt, interpreter.GridExecutor.__init__
@@ -51,6 +55,9 @@ def lenient_interpreter() -> Iterator[None]:
     with (
         mock.patch.object(interpreter, "_implicit_cvt", converted),
         mock.patch.object(interpreter.GridExecutor, "__init__", started),
+        mock.patch.object(
+            interpreter.InterpreterBuilder, "create_atomic_rmw", lambda itself, op, ptr, val, *rest: val
+        ),
     ):
         yield
 

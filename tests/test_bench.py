@@ -239,7 +239,7 @@ def test_a_process_without_a_result_is_an_error(monkeypatch, capsys):
 
 
 def test_processes_are_real(tmp_path, capsys):
-    args = ["run", "kernels", "--only", "swiglu fwd", "--rounds", "2", "--processes", "2", "--json", str(tmp_path)]
+    args = ["run", "kernels", "--only", "geglu", "--rounds", "2", "--processes", "2", "--json", str(tmp_path)]
     assert cli.main(args) == 0
     (case,) = read(tmp_path / "kernels.json").cases.values()
     assert [len(samples) for samples in case.providers["plait"].by_process()] == [2, 2]
