@@ -20,7 +20,7 @@ from plait.ckpt.guard import Flight, Guard, Guards, Held, hold_in_place, version
 from plait.ckpt.layout import SMALL_BYTES, DataLayout, Placed, lay_out, shares_of
 from plait.ckpt.leaf import Leaf
 from plait.ckpt.state import Flat
-from plait.ckpt.structure import signature_of
+from plait.ckpt.structure import Leaves, signature_of
 from plait.ckpt.values import encode
 
 BLOCK_BYTES = 4 << 20  # one CRC32C each; what a reader must take as a whole; a slot of the pool
@@ -107,10 +107,12 @@ class Capturer:
             block_bytes=BLOCK_BYTES,
             threads=self._threads,
         )
-        held = [Held(n, flat.tensors[n].tensor, version_of(flat.tensors[n].tensor), g) for n, g in plan.lazy]
-        for item in held:
-            if item.tensor.device.type == "cpu":
-                hold_in_place(item.tensor)
+        held = []
+        for name, owner in plan.lazy:
+            tensor = flat.tensors.tensor(name) if isinstance(flat.tensors, Leaves) else flat.tensors[name].tensor
+            held.append(Held(name, tensor, version_of(tensor), owner))
+            if not tensor.is_cuda:
+                hold_in_place(tensor)
         captured.stage, captured.flight = stage, Flight(step, stage, held, plan.names)
         captured.pool = pool
         return captured

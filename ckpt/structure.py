@@ -47,6 +47,10 @@ class Leaves(Mapping[str, Leaf]):
         place, leaf = self._known[name]
         return replace(leaf, tensor=self.tensors[place].detach())
 
+    def tensor(self, name: str) -> torch.Tensor:
+        """Returns the tensor of a leaf without making the leaf."""
+        return self.tensors[self._known[name][0]].detach()
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._known)
 

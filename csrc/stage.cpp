@@ -9,6 +9,9 @@
 
 namespace plait {
 
+// Below this in total, starting a thread costs more than the copy.
+constexpr uint64_t kAloneBytes = uint64_t{4} << 20;
+
 Stage::Stage(const StagingPool& pool, std::string header,
              std::vector<StagedPiece> pieces, uint64_t file_bytes,
              uint64_t block_bytes, int threads)
@@ -30,7 +33,7 @@ Stage::Stage(const StagingPool& pool, std::string header,
   bytes_left_ = round_up(file_bytes, kDirectAlignment);
   left_.back() -= plan_.num_blocks * block_bytes - bytes_left_;
   for (const StagePart& part : plan_.parts) {
-    eager_left_ += part.piece >= 0 && !part.lazy ? 1 : 0;
+    eager_left_ += part.piece >= 0 && !part.lazy ? part.bytes : 0;
   }
 }
 
@@ -67,7 +70,7 @@ void Stage::copy(size_t index, Lock& lock) {
         TornError("Stage: changed before it was copied", part.piece)));
     return;
   }
-  eager_left_ -= part.piece >= 0 && !part.lazy ? 1 : 0;
+  eager_left_ -= part.piece >= 0 && !part.lazy ? part.bytes : 0;
   count_in(part.file_offset, part.bytes);
 }
 
@@ -127,22 +130,28 @@ void Stage::work() {
   }
 }
 
-void Stage::start() {
-  Lock lock(mutex_);
-  // Below this in total, starting a thread costs more than the copy.
-  if (!workers_ && (bytes_left_ > 4 * kPartBytes || slabs() > 1)) {
+void Stage::start_threads(const Priority& priority) {
+  if (!workers_) {
     workers_ = std::make_unique<Workers>(
         threads_, "plait-copy", static_cast<uint64_t>(threads_),
-        [this](int, uint64_t) { work(); });
+        [this](int, uint64_t) { work(); }, priority);
+  }
+}
+
+void Stage::start() {
+  Lock lock(mutex_);
+  if (slabs() > 1 || eager_left_ > kAloneBytes) {
+    start_threads({});
   }
 }
 
 void Stage::capture() {
   start();
   Lock lock(mutex_);
+  const bool alone = bytes_left_ <= kAloneBytes;
   for (size_t i = 0; i < states_.size() && !over_; ++i) {
     const StagePart& part = plan_.parts[i];
-    if (part.in_turn || (part.lazy && workers_)) {
+    if (part.in_turn || (part.lazy && !alone)) {
       break;
     }
     if (states_[i] == State::kPending) {
@@ -150,6 +159,9 @@ void Stage::capture() {
     }
   }
   changed_.wait(lock, [&] { return over_ || eager_left_ == 0; });
+  if (!alone && !over_) {  // Last: they compete with the caller for its CPU.
+    start_threads({kBackgroundNice, IoPriority::kNormal});
+  }
 }
 
 void Stage::fence(const std::vector<Range>& ranges) {
@@ -199,10 +211,6 @@ void Stage::fill(uint64_t file_offset, uint64_t bytes) {
   count_in(file_offset, bytes);
 }
 
-void Stage::cancel(const std::string& reason) {
-  give_up(std::make_exception_ptr(std::runtime_error(reason)));
-}
-
 void Stage::close() {
   cancel("the stage is closed");
   Lock lock(mutex_);
@@ -230,20 +238,9 @@ const char* Stage::block(int, uint64_t block, size_t) {
   return data;
 }
 
-void Stage::written(uint64_t block) {
-  Lock lock(mutex_);
-  written_[block] = true;
-  changed_.notify_all();
-}
-
 void Stage::give_up(std::exception_ptr reason) {
   Lock lock(mutex_);
   end(std::move(reason));
-}
-
-std::vector<std::string> Stage::hashes() const {
-  Lock lock(mutex_);
-  return hasher_.hashes();
 }
 
 }  // namespace plait

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -48,11 +49,12 @@ class Stage final : public BlockSource {
   uint64_t slabs() const { return plan_.slabs; }
   uint64_t held_bytes() const { return plan_.held_bytes; }
 
-  // Starts the threads. In slabs to be called before anything is filled in.
+  // Starts the threads if the call needs them. In slabs to be called before
+  // anything is filled in.
   void start();
-  // Starts, and returns when every piece is in that is not lazy and has an
-  // address. In slabs that needs a writer at work, and all that lies before
-  // them in the file to be filled in.
+  // Returns when every piece is in that is not lazy and has an address; the
+  // others are copied by threads at low priority from then on. In slabs that
+  // needs a writer at work, and all that lies before in the file filled in.
   void capture();
   // To be called before memory is overwritten: returns when nothing of these
   // ranges is still to be read.
@@ -70,15 +72,24 @@ class Stage final : public BlockSource {
   void fill(uint64_t file_offset, uint64_t bytes);
 
   // Ends it with std::runtime_error(reason), unless it is over already.
-  void cancel(const std::string& reason);
+  void cancel(const std::string& reason) {
+    give_up(std::make_exception_ptr(std::runtime_error(reason)));
+  }
   // Ends it, and returns when no thread of it reads any memory.
   void close();
 
   const char* block(int worker, uint64_t block, size_t bytes) override;
-  void written(uint64_t block) override;
+  void written(uint64_t block) override {
+    std::unique_lock<std::mutex> lock(mutex_);
+    written_[block] = true;
+    changed_.notify_all();
+  }
   void give_up(std::exception_ptr reason) override;
   // XXH3-128 of every piece that is complete, in their order.
-  std::vector<std::string> hashes() const;
+  std::vector<std::string> hashes() const {
+    std::unique_lock<std::mutex> lock(mutex_);
+    return hasher_.hashes();
+  }
 
  private:
   enum class State : uint8_t { kPending, kRunning, kDone };
@@ -87,6 +98,7 @@ class Stage final : public BlockSource {
   char* memory(uint64_t file_offset) const;
   bool has_slot(uint64_t block) const;
   void copy(size_t index, Lock& lock);
+  void start_threads(const Priority& priority);
   void work();
   void count_in(uint64_t file_offset, uint64_t bytes);
   void end(std::exception_ptr reason);
@@ -106,7 +118,7 @@ class Stage final : public BlockSource {
   std::vector<uint64_t> left_;  // Bytes of each block that are not in yet.
   std::vector<bool> written_;   // Blocks.
   size_t next_part_ = 0;
-  uint64_t eager_left_ = 0;  // Parts that capture() waits for.
+  uint64_t eager_left_ = 0;  // Bytes that capture() waits for.
   uint64_t bytes_left_ = 0;
   int running_ = 0;
   std::exception_ptr over_;
