@@ -45,11 +45,14 @@ def python_steps(work: Any) -> int:
         return trace
 
     before = sys.gettrace()
+    gc.collect()
+    gc.disable()  # others' callbacks (hypothesis has one) would be counted when a collection happens to come
     sys.settrace(trace)
     try:
         work()
     finally:
         sys.settrace(before)
+        gc.enable()
     return count
 
 
