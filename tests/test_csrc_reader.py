@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 
 import hypothesis
 import pytest
@@ -217,3 +219,55 @@ def test_refused_direct_io_becomes_buffered(path, index):
 def test_an_empty_file(tmp_path):
     (tmp_path / "f").write_bytes(b"")
     assert _C.read_ranges(_C.PosixIo(), tmp_path / "f", 0, [], [(0, 0, 0)]) == 0
+
+
+def from_the_disk() -> int:
+    """Returns the bytes that this process has made the disk deliver so far."""
+    with open("/proc/self/io") as lines:
+        return int(dict(line.split(": ") for line in lines)["read_bytes"])
+
+
+def test_resident_blocks_come_from_the_page_cache_and_others_pass_it_by(tmp_path):
+    """Counted by the kernel: the second read of the cold half costs the disk as much as the first."""
+    path, block = tmp_path / "f", 256 << 10
+    source = random_bytes(8 * block, seed=7)
+    written = _C.write_file(
+        _C.PosixIo(), path, b"", [(address_of(source), 8 * block, 0)], 8 * block, block_bytes=block
+    )
+    if not written.direct or _C.io_facts(tmp_path)["filesystem"] == "tmpfs":
+        pytest.skip(f"needs direct I/O on a disk: {written.fallback_reason or 'tmpfs'}")
+    drop_cache(path)
+    with open(path, "rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
+        for at in range(0, 4 * block, block):
+            os.pread(file.fileno(), block, at)
+    for _ in range(2):
+        target = bytearray(8 * block)
+        before = from_the_disk()
+        requests = [(0, 8 * block, address_of(target))]
+        assert _C.read_ranges(_C.PosixIo(), path, 8 * block, written.crcs, requests, block_bytes=block) == 8 * block
+        assert target == source[: 8 * block]
+        assert from_the_disk() - before == 4 * block
+
+
+def test_memory_is_one_block_per_thread_whatever_is_asked_for(tmp_path):
+    """A thousand scattered ranges of a 64 MiB file: the peak grows by the buffers, not by what passes through."""
+    code = """
+import sys
+from plait import _C
+from tests.csrc_memory import address_of
+path, size, block = sys.argv[1], 64 << 20, 4 << 20
+source = bytearray(size)
+crcs = _C.write_file(_C.PosixIo(), path, b"", [(address_of(source), size, 0)], size).crcs
+del source
+def peak():
+    return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) << 10
+target = bytearray(1000 * 64)
+requests = [(at * 64_000 + 7, 64, address_of(target) + 64 * at) for at in range(1000)]
+open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+before = peak()
+assert _C.read_ranges(_C.PosixIo(), path, size, crcs, requests, threads=2) == size
+grown = peak() - before
+assert grown < 3 * block, grown
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "f")], check=True)

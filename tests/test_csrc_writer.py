@@ -6,12 +6,15 @@ both the straight and the copied path write; direct and buffered. The real file 
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -242,6 +245,50 @@ def test_rate_limit_and_background_write_the_same_bytes(tmp_path, pool):
     # A promise, not a measurement: all but the last block take their time, however fast the machine.
     assert time.monotonic() - start >= (MIB - BLOCK) / (8 * MIB)
     check_file(tmp_path / "f", bytes(pool.view(0, MIB)), result)
+
+
+IOPRIO_GET = 252  # x86-64
+
+
+def priorities(name):
+    """(nice, I/O class, I/O level) of this process's threads whose names begin so."""
+    libc, found = ctypes.CDLL(None, use_errno=True), set()
+    for task in os.listdir("/proc/self/task"):
+        try:
+            stat = Path(f"/proc/self/task/{task}/stat").read_text()
+        except FileNotFoundError:  # it ended while we looked
+            continue
+        if stat.split("(")[1].startswith(name):
+            ioprio = libc.syscall(IOPRIO_GET, 1, int(task))
+            found.add((int(stat.rpartition(")")[2].split()[16]), ioprio >> 13, ioprio & 0x1FFF))
+    return found
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of ioprio_get is that of x86-64")
+@pytest.mark.parametrize(
+    ("nice", "io_priority", "wanted"),
+    [(0, "normal", (0, 0)), (10, "low", (2, 7)), (19, "idle", (3, 0))],
+)
+def test_the_writing_threads_have_the_priorities_asked_for(tmp_path, pool, nice, io_priority, wanted):
+    options = {"block_bytes": BLOCK, "rate_limit": MIB, "nice": nice, "io_priority": io_priority}
+    pieces = [(pool.address, MIB, 0)]
+    thread = threading.Thread(
+        target=_C.write_file, args=(_C.PosixIo(), tmp_path / "f", b"", pieces, MIB), kwargs=options
+    )
+    thread.start()
+    seen = set()
+    while thread.is_alive():  # a second, by the rate limit
+        seen |= priorities("plait-write")
+    thread.join()
+    assert (nice, *wanted) in seen and os.nice(0) == 0
+    assert len(seen - {(0, 0, 0)}) <= 2  # the thread may be seen between the two calls
+
+
+def test_unknown_priorities_are_refused(tmp_path, pool):
+    for options in ({"nice": 20}, {"nice": -1}, {"io_priority": "high"}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            _C.write_file(_C.PosixIo(), tmp_path / "f", b"", [(pool.address, MIB, 0)], MIB, **options)
+    assert os.listdir(tmp_path) == []
 
 
 FULL_DISK = """
