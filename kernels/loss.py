@@ -7,8 +7,8 @@ smoothing is never negative. The weight gradient is fp32 (fp64 for fp64). The ch
 - gradients in the backward: the logits are made again, four products, and nothing waits.
 The bits are the same where the gradient of the loss is 1; else dx, rounded once, is multiplied and rounded again.
 
-Memory beyond inputs and outputs: 5 bytes per token from forward to backward (lse and whether it counts), and one
-chunk of logits at a time. On a GPU that is 4 bytes per logit, and for the gradient of 16-bit inputs 2 more. The
+Memory beyond inputs and outputs: 5 bytes per token from forward to backward (lse and whether it counts; 8 in the
+first form: lse and the token's share), and one chunk of logits at a time. On a GPU that is 4 bytes per logit, and for the gradient of 16-bit inputs 2 more. The
 fp32 weight gradient is a buffer too where the weight has 16 bits: 4 bytes per element, until it is rounded.
 """
 
@@ -137,7 +137,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _LinearCrossEntropyOnce(torch.autograd.Function):
-    """The reduced loss. Saves 5 bytes per token, dx, dweight in fp32 (fp64) and, with weights, a loss per token.
+    """The reduced loss. Saves 8 bytes per token (lse, its share), dx, dweight in fp32 (fp64); with weights 4 more.
 
     A backward hands over dx and dweight, scaled in place. A second one, over a graph that was kept, makes the logits
     again. Under the compiler, which may not see tensors leave, they are scaled into new ones.
@@ -252,7 +252,7 @@ def linear_cross_entropy(
     5 bytes per token beyond the caller's x, weight and target, and makes one chunk of logits at a time.
 
     `grad_in_forward` makes both gradients beside the loss, three products in place of four, and keeps them for the
-    backward: x's size, and 4 (8) bytes per element of weight. By default it is done for a reduced loss of a whole
+    backward: x's size, 4 (8) bytes per element of weight, and 8 per token in place of 5. By default it is done for a reduced loss of a whole
     vocabulary, but not in fp16, whose gradients need a loss scale before they are rounded. False is right where many
     forwards come before the first backward; True over shards exchanges twice per chunk and not twice in all.
     """
