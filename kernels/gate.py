@@ -92,7 +92,7 @@ RULES: dict[str, Rule] = {
 VARIANTS = (
     ".64", ".256", ".4096", ".65536", ".16032", ".50257", ".softcap", ".in_place", ".accumulate", ".fp32",
     ".narrow.bf16", ".strided.bf16", ".narrow.bf16_master", ".strided.bf16_master", ".table.bf16_rounded",
-    ".narrow.bf16_rounded", ".strided.bf16_rounded", ".slope", ".dropout",
+    ".narrow.bf16_rounded", ".strided.bf16_rounded", ".slope", ".dropout", ".any_column", ".gelu", ".gelu_tanh",
 )  # fmt: skip
 
 

@@ -25,11 +25,11 @@ def _product(
     return product_launches(a, b, out, extra, plan(op, a, b, parse_arch(arch)))[stage]
 
 
-def _forward(num_rows: int, dropout: bool, arch: str = "sm_90", stage: int = 0) -> Launch:
+def _forward(num_rows: int, dropout: bool, arch: str = "sm_90", stage: int = 0, col_offset: int = 0) -> Launch:
     """Bias, gelu and residual; pre is kept."""
     width = _MODEL if num_rows == _TOKENS else _SHARD
     out, rng = meta(num_rows, width), meta(2, dtype=torch.int64)
-    mask = (rng, 0.1, 0, 0, 0) if dropout else None
+    mask = (rng, 0.1, 0, 0, col_offset) if dropout else None
     extra = Epilogue(meta(width), _GELU, True, 0, out, mask, num_rows, out)
     op = "dropout" if dropout else "epilogue"
     return _product(op, meta(num_rows, _MODEL), meta(width, _MODEL), out, extra, arch, stage)
@@ -68,8 +68,8 @@ def _gated_slope(form: int, arch: str = "sm_90") -> Launch:
     return gated_grad_launch(dout, weight, gate_up, form, gate_up, meta(_TOKENS, _FFN), how)
 
 
-def _activation(arch: str = "sm_90") -> Launch:
-    x, mask = meta(_TOKENS, _MODEL), (meta(2, dtype=torch.int64), 0.1, 0, 0, 0)
+def _activation(arch: str = "sm_90", col_offset: int = 0) -> Launch:
+    x, mask = meta(_TOKENS, _MODEL), (meta(2, dtype=torch.int64), 0.1, 0, 0, col_offset)
     return activations.backward_launch(x, x, _SILU, mask, x, meta(64, _MODEL, dtype=torch.float32))
 
 
@@ -79,6 +79,7 @@ def points() -> dict[str, Callable[..., Launch]]:
         "linear.forward": partial(_plain, "linear"),
         "linear.epilogue": partial(_forward, _TOKENS, False),
         "linear.epilogue.dropout": partial(_forward, _TOKENS, True),
+        "linear.epilogue.dropout.any_column": partial(_forward, _TOKENS, True, col_offset=3),
         "linear.swiglu": _gated,
         "linear.dgrad": partial(_plain, "dgrad"),
         "linear.dgrad.slope": _slope,
@@ -91,5 +92,6 @@ def points() -> dict[str, Callable[..., Launch]]:
         "linear.split": partial(_forward, 256, False),
         "linear.finish": partial(_forward, 256, False, stage=1),
         "linear.activation_grad": _activation,
+        "linear.activation_grad.any_column": partial(_activation, col_offset=3),
         "linear.fp32": partial(_plain, "linear", dtype=torch.float32),
     }

@@ -35,6 +35,8 @@ TILES: dict[tuple[str, int, str], Tile] = {
     ("any", 80, "wide"): Tile(64, 64, 32, 8, 3),
     ("any", 80, "narrow"): Tile(64, 64, 32, 8, 2, 4),
     ("swiglu", 80, "narrow"): Tile(64, 32, 32, 8, 2),
+    ("dropout", 80, "large"): Tile(128, 128, 32, 8, 4, 4),
+    ("dropout", 80, "deep"): Tile(128, 128, 32, 8, 4, 4),
     ("swiglu", 80, "large"): Tile(128, 64, 32, 8, 4),
     ("swiglu", 80, "deep"): Tile(128, 64, 32, 8, 4),
     ("gated_slope", 80, "large"): Tile(128, 128, 32, 8, 4, 4),
