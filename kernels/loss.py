@@ -8,8 +8,9 @@ smoothing is never negative. The weight gradient is fp32 (fp64 for fp64). The ch
 The bits are the same where the gradient of the loss is 1; else dx, rounded once, is multiplied and rounded again.
 
 Memory beyond inputs and outputs: 5 bytes per token from forward to backward (lse and whether it counts; 8 in the
-first form: lse and the token's share), and one chunk of logits at a time. On a GPU that is 4 bytes per logit, and for the gradient of 16-bit inputs 2 more. The
-fp32 weight gradient is a buffer too where the weight has 16 bits: 4 bytes per element, until it is rounded.
+first form: lse and the token's share), and one chunk of logits at a time. On a GPU that is 4 bytes per logit, and for
+the gradient of 16-bit inputs 2 more. The fp32 weight gradient is a buffer too where the weight has 16 bits: 4 bytes
+per element, until it is rounded.
 """
 
 from functools import partial
@@ -252,9 +253,10 @@ def linear_cross_entropy(
     5 bytes per token beyond the caller's x, weight and target, and makes one chunk of logits at a time.
 
     `grad_in_forward` makes both gradients beside the loss, three products in place of four, and keeps them for the
-    backward: x's size, 4 (8) bytes per element of weight, and 8 per token in place of 5. By default it is done for a reduced loss of a whole
-    vocabulary, but not in fp16, whose gradients need a loss scale before they are rounded. False is right where many
-    forwards come before the first backward; True over shards exchanges twice per chunk and not twice in all.
+    backward: x's size, 4 (8) bytes per element of weight, and 8 per token in place of 5. By default it is done for a
+    reduced loss of a whole vocabulary, but not in fp16, whose gradients need a loss scale before they are rounded.
+    False is right where many forwards come before the first backward; True over shards exchanges twice per chunk and
+    not twice in all.
     """
     _check("linear_cross_entropy", x, weight, target)
     check_options("linear_cross_entropy", target, weight_per_token, label_smoothing, softcap, reduction)
