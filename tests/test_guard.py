@@ -314,3 +314,44 @@ def test_prepare_takes_the_memory_that_the_first_save_needs(tmp_path):
         pool = snapshots._capturer.pool
         snapshots.save(1, {"model": net, "more": torch.zeros(400_000)}).wait()
         assert snapshots._capturer.pool is pool
+
+
+def test_the_trainers_own_optimizer_is_guarded_bucket_by_bucket(tmp_path):
+    """parallel.data.ShardedAdamW on one rank: weights and both moments, read while the next step is on its way."""
+    from plait.ckpt import Sharded
+    from plait.parallel import Mesh
+    from plait.parallel.data import DataParallel, ShardedAdamW
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(WIDE, WIDE), torch.nn.Linear(WIDE, WIDE))
+    dp = DataParallel({0: model}, Mesh.single(), zero=1, bucket_bytes=8 << 20)
+    optimizer = ShardedAdamW(dp)
+
+    def step():
+        dp.zero_grad()
+        dp.open(0)
+        model(torch.randn(2, WIDE)).sum().backward()
+        dp.reduce(0)
+        dp.finish()
+        optimizer.step(0.1)
+
+    def state():
+        kinds = {"param": {}, "exp_avg": {}, "exp_avg_sq": {}}
+        for piece in optimizer.pieces():
+            for kind, named in kinds.items():
+                box, tensor = piece.placement, getattr(piece, kind)
+                named[piece.name] = Sharded(tensor, box.full_shape, box.offset, shape=box.shape, flat=piece.flat)
+        return kinds
+
+    step()
+    with Snapshots(tmp_path, pool_bytes=5 * BLOCK_BYTES, rate_limit=60 << 20, keep_last=None) as snapshots:
+        snapshots.guard(optimizer)
+        for number in range(2):
+            live = state()
+            wanted = {f"{k}/{n}": s.tensor.clone() for k, named in live.items() for n, s in named.items()}
+            handle = snapshots.save(number, live)
+            assert len(snapshots._capturer._plan.lazy) == 6 and not handle._flight._stage.copied
+            step()
+            handle.wait()
+            got = saved(tmp_path, number, wanted)
+            assert all(torch.equal(got[n].reshape(-1), wanted[n].reshape(-1)) for n in wanted)
