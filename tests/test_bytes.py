@@ -15,7 +15,7 @@ import triton.language as tl
 
 from plait import kernels
 from plait.bench.accesses import AccessCounter
-from plait.bench.kernel_problems import work
+from plait.bench.kernel_work import STREAMS, work
 from plait.kernels import dropout_op, gated, layernorm, matmul_direct, norm_rows, rmsnorm
 from plait.kernels.launch import INTERPRETED
 from plait.kernels.loss_triton import grad_launch, stats_launch
@@ -47,12 +47,12 @@ Case = Callable[[AccessCounter, torch.dtype], Found]
 
 def partial_bytes(num_rows: int, num_cols: int, size: int, num_sums: int = 1) -> int:
     """Gradients of a weight: a partial sum a program, written, read by torch, added up and rounded."""
-    programs = min(num_rows, norm_rows._NUM_PARTIALS)
+    programs = norm_rows.num_partials(num_rows, num_cols)
     rounded = (F32 + size) * num_cols if size != F32 else 0
     return num_sums * (2 * F32 * programs * num_cols + F32 * num_cols + rounded)
 
 
-def norm_forward(centred: bool, residual: bool, num_rows: int = 6, num_cols: int = 320) -> Case:
+def norm_forward(centred: bool, residual: bool, num_rows: int = 6, num_cols: int = 600) -> Case:
     def case(counter: AccessCounter, dtype: torch.dtype) -> Found:
         x, r = (normal(num_rows, num_cols, dtype=dtype, seed=s) for s in (1, 2))
         w, b = (normal(num_cols, dtype=dtype, seed=s) for s in (3, 4))
@@ -73,7 +73,7 @@ def norm_forward(centred: bool, residual: bool, num_rows: int = 6, num_cols: int
     return case
 
 
-def norm_backward(centred: bool, residual: bool, num_rows: int = 6, num_cols: int = 320) -> Case:
+def norm_backward(centred: bool, residual: bool, num_rows: int = 6, num_cols: int = 600) -> Case:
     def case(counter: AccessCounter, dtype: torch.dtype) -> Found:
         h, dy, dh = (normal(num_rows, num_cols, dtype=dtype, seed=s) for s in (1, 2, 3))
         w, mean, rstd = normal(num_cols, dtype=dtype), torch.zeros(num_rows), torch.ones(num_rows)
@@ -222,20 +222,24 @@ def activation_backward(sums: bool) -> Case:
     return case
 
 
-WIDE = 33_000  # columns: more than a program holds
+NARROW, WIDE = 320, 33_000  # columns: several rows a program; more than a program holds
 CASES: dict[str, Case] = {
     "rms_norm": norm_forward(False, False),
     "rms_norm residual": norm_forward(False, True),
+    "rms_norm narrow": norm_forward(False, False, 9, NARROW),
     "rms_norm wide": norm_forward(False, False, 2, WIDE),
     "rms_norm residual wide": norm_forward(False, True, 2, WIDE),
     "rms_norm backward": norm_backward(False, False),
     "rms_norm residual backward": norm_backward(False, True),
+    "rms_norm backward narrow": norm_backward(False, False, 9, NARROW),
     "rms_norm backward wide": norm_backward(False, False, 2, WIDE),
     "layer_norm": norm_forward(True, False),
     "layer_norm residual": norm_forward(True, True),
+    "layer_norm residual narrow": norm_forward(True, True, 9, NARROW),
     "layer_norm wide": norm_forward(True, False, 2, WIDE),
     "layer_norm backward": norm_backward(True, False),
     "layer_norm residual backward": norm_backward(True, True),
+    "layer_norm residual backward narrow": norm_backward(True, True, 9, NARROW),
     "layer_norm residual backward wide": norm_backward(True, True, 2, WIDE),
     "swiglu": gated_forward(gated.forward),
     "swiglu backward": gated_backward(gated.backward),
@@ -317,29 +321,71 @@ def test_products_of_tiles_count_whole():
     assert INTERPRETED and counter.flop() == 2 * 64**3
 
 
-# (op, params, statistics and partial sums per row in bytes): what a benchmark declares, held against the kernels.
-DECLARED = [
-    ("rms_norm", {"cols": 320}, 2 * F32),
-    ("swiglu", {"cols": 320}, 0),
-]
+# op -> statistics of a row in bytes: rstd, and mean, written forward and read backward.
+STATISTICS = {
+    "rms_norm": 2 * F32,
+    "rms_norm_residual": 2 * F32,
+    "layer_norm": 4 * F32,
+    "layer_norm_residual": 4 * F32,
+}
+COLS = 600
 
 
-@pytest.mark.parametrize("op, shape, extra", DECLARED)
-def test_bytes_that_a_benchmark_declares_are_what_the_kernels_move(op, shape, extra):
-    """The growth of one row: what does not grow (partial sums, weights) is small at the sizes that are timed."""
+def both_ways(op: str, rows: int) -> Callable[[], object]:
+    """Forward and backward of an op by its direct functions, on inputs made before."""
+    x, dy, r, dh = (normal(rows, COLS, dtype=torch.float32, seed=s) for s in range(4))
+    w, stat, both = normal(COLS, dtype=torch.float32), torch.ones(rows), normal(rows, 2 * COLS, dtype=torch.float32)
+    residual, sum_grad = (r, dh) if op.endswith("residual") else (None, None)
+    rng = torch.tensor([3, 4])
+
+    def run() -> None:
+        match op:
+            case "rms_norm" | "rms_norm_residual":
+                rmsnorm.forward(x, residual, w, 1e-6)
+                rmsnorm.backward(dy, x, w, stat, sum_grad)
+            case "layer_norm" | "layer_norm_residual":
+                layernorm.forward(x, residual, w, w, 1e-6)
+                layernorm.backward(dy, x, w, stat, stat, sum_grad, True)
+            case "swiglu":
+                gated.forward(both)
+                gated.backward(dy, both)
+            case "geglu":
+                gated.geglu_forward(both, True)
+                gated.geglu_backward(dy, both, True)
+            case "dropout":
+                kernels.dropout(x[None], 0.1, rng)
+                kernels.dropout(dy[None], 0.1, rng)
+
+    return run
+
+
+@pytest.mark.parametrize("op", STREAMS)
+def test_bytes_that_a_benchmark_declares_are_what_the_kernels_move(op):
+    """The growth of one row but for a norm's partial gradients, which stop growing at the sizes that are timed."""
     counted, declared = [], []
-    for rows in (264, 528):
-        x = normal(rows, shape["cols"] * (1 + (op == "swiglu")), dtype=torch.float32)
-        dout = normal(rows, shape["cols"], dtype=torch.float32)
+    for rows in (4, 8):
+        run = both_ways(op, rows)
         with AccessCounter() as counter:
-            if op == "rms_norm":
-                y, _, rstd = rmsnorm.forward(x, None, x[0], 1e-6)
-                rmsnorm.backward(dout, x, x[0].clone(), rstd, None)
-            else:
-                gated.forward(x)
-                gated.backward(dout, x)
-        counted.append(counter.nbytes())
-        params = {"op": op, **shape, "rows": rows, "dtype": "float32", "backward": True}
+            run()
+        partial = partial_bytes(rows, COLS, F32, 1 + op.startswith("layer")) if op in STATISTICS else 0
+        counted.append(counter.nbytes() - partial)
+        params = {"op": op, "cols": COLS, "rows": rows, "dtype": "float32", "backward": True}
         declared.append(work(params)[1])
     grown = [b - a for a, b in (counted, declared)]
-    assert grown[0] == grown[1] + 264 * extra
+    assert grown[0] == grown[1] + 4 * STATISTICS.get(op, 0)
+
+
+def test_bytes_declared_for_rope_and_the_optimizer_are_what_the_kernels_move():
+    q, k, tables = normal(1, 8, 4, 64), normal(1, 8, 2, 64), torch.zeros(8, 32)
+    q, k = q.float(), k.float()
+    with AccessCounter() as counter:
+        kernels.rope(q, k, tables, tables)
+    shape = {"batch": 1, "tokens": 8, "heads": 4, "kv_heads": 2, "dim": 64, "dtype": "float32", "backward": False}
+    assert counter.nbytes() == work({"op": "rope", **shape})[1] + 2 * tables.numel() * F32
+    tensors = [normal(4096, dtype=torch.float32, seed=s).abs() for s in range(4)]
+    with AccessCounter() as counter:
+        kernels.adamw_(
+            *([t] for t in tensors), step=1, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1
+        )  # fmt: skip
+    shape = {"tensors": 1, "elements": 4096, "dtype": "float32", "backward": False}
+    assert counter.nbytes() == work({"op": "adamw_", **shape})[1]
