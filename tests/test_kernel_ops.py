@@ -63,6 +63,7 @@ CASES = {
     ],
     "linear_dgrad": [(_x(2, 3, 4), _x(4, 8))],
     "linear_dgrad_act": [(_c(2, 3, 4), _c(4, 8), _c(2, 3, 8, seed=1), 2)],
+    "linear_dgrad_gated": [(_c(2, 3, 4), _c(4, 8), _c(2, 3, 16, seed=1), 0), (_c(3, 4), _c(4, 8), _c(3, 16), 2)],
     "linear_wgrad": [(_x(2, 3, 8), _x(2, 3, 4))],
     "linear_wgrad_": [
         (_c(2, 3, 8), _c(2, 3, 4), _c(4, 8), True),
