@@ -1,7 +1,7 @@
-"""`plait snapshot`: list, verify and compare snapshots, and remove what dead attempts left.
+"""`plait snapshot`: look at snapshots, compare, copy and thin them out, and bring them from and to other formats.
 
-Exit codes: 0 ok or equal, 1 damaged or different, 2 usage, 3 locked by a running job. `--json` prints one JSON
-object.
+PATH is a step folder, RUN (its newest valid one) or RUN@STEP. Exit codes: 0 ok or equal, 1 damaged or different,
+2 usage, 3 locked by a running job. `--json` prints one JSON object. Long work shows a bar on a terminal.
 """
 
 from __future__ import annotations
@@ -9,23 +9,27 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from plait import _C
-from plait.ckpt.compare import compare, find_snapshot
-from plait.ckpt.crypt import Key, load_key
+from plait.ckpt import cli_convert, cli_manage, cli_show
+from plait.ckpt.cli_show import DIFFERENT, LOCKED, USAGE
+from plait.ckpt.cli_show import check_snapshot as check_snapshot
 from plait.ckpt.errors import SnapshotDamaged, SnapshotError, SnapshotLocked
-from plait.ckpt.folders import StepFolder, collect_garbage, leftovers, parse_step, step_folders
-from plait.ckpt.lock import RootLock
-from plait.ckpt.manifest import RUN
-from plait.ckpt.owner import read_record
-from plait.ckpt.tier_reader import open_folder
-from plait.ckpt.values import decode
 
-OK, DIFFERENT, USAGE, LOCKED = 0, 1, 2, 3
-_NO_SESSION = "0" * 16
+_COMMANDS = {
+    "ls": cli_show.list_snapshots,
+    "show": cli_show.show,
+    "verify": cli_show.verify,
+    "diff": cli_show.diff,
+    "prune": cli_manage.prune,
+    "pin": cli_manage.pin,
+    "unpin": cli_manage.unpin,
+    "gc": cli_manage.gc,
+    "copy": cli_manage.copy,
+    "bench": cli_manage.bench,
+    "export": cli_convert.export,
+    "import": cli_convert.bring,
+}
 
 
 def main(argv: list[str]) -> int:
@@ -35,20 +39,24 @@ def main(argv: list[str]) -> int:
         arguments = parser.parse_args(argv)
     except SystemExit as stop:  # argparse has printed help (0) or the usage error (2)
         return stop.code if isinstance(stop.code, int) else USAGE
-    commands = {"ls": _list, "verify": _verify, "diff": _diff, "gc": _gc}
     try:
-        code, report, lines = commands[arguments.command](arguments)
+        code, report, lines = _COMMANDS[arguments.command](arguments)
     except SnapshotLocked as error:
         return _fail(arguments.json, LOCKED, error)
     except SnapshotDamaged as error:
         return _fail(arguments.json, DIFFERENT, error)
-    except (SnapshotError, FileNotFoundError, NotADirectoryError) as error:
+    except (SnapshotError, FileNotFoundError, NotADirectoryError, FileExistsError) as error:
         return _fail(arguments.json, USAGE, error)
     except OSError as error:
         return _fail(arguments.json, DIFFERENT, error)
-    except ValueError as error:  # of --key-file
+    except (ValueError, ImportError) as error:  # of --key-file, --keep; a driver or library that is not installed
         return _fail(arguments.json, USAGE, error)
     print(json.dumps(report) if arguments.json else "\n".join(lines))
+    return code
+
+
+def _fail(as_json: bool, code: int, error: BaseException) -> int:
+    print(json.dumps({"error": str(error)}) if as_json else f"plait snapshot: {error}", file=sys.stderr)
     return code
 
 
@@ -60,134 +68,45 @@ def _parser() -> argparse.ArgumentParser:
         prog="plait snapshot", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    root = commands.add_parser("ls", parents=[common], help="list the snapshots of a run folder")
-    root.add_argument("root", type=Path)
-    verify = commands.add_parser("verify", parents=[common], help="read every byte and compare it with its checksum")
-    verify.add_argument("path", type=Path, help="a run folder (all its snapshots) or one step folder")
-    verify.add_argument("--step", type=int, help="only this step of a run folder")
-    diff = commands.add_parser("diff", parents=[common], help="compare two snapshots bit by bit, on full tensors")
-    for side in ("a", "b"):
-        diff.add_argument(side, help="a step folder, RUN (its newest valid one) or RUN@STEP")
-    gc = commands.add_parser("gc", parents=[common], help="remove what dead attempts left behind")
-    gc.add_argument("root", type=Path)
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, parents=[common], help=text, description=text)
+
+    _add_looking(add)
+    _add_managing(add)
+    cli_convert.add_commands(add)
     return parser
 
 
-def _fail(as_json: bool, code: int, error: BaseException) -> int:
-    print(json.dumps({"error": str(error)}) if as_json else f"plait snapshot: {error}", file=sys.stderr)
-    return code
+def _add_looking(add: cli_convert.Add) -> None:
+    add("ls", "list the snapshots of a run folder").add_argument("root", type=Path)
+    show = add("show", "tensors, values, who wrote what, files with digests")
+    show.add_argument("path")
+    show.add_argument("--select", default="*", metavar="PATTERN", help='only names like "model/*"')
+    verify = add("verify", "read every byte and compare it with its checksum")
+    verify.add_argument("path", type=Path, help="a run folder (all its snapshots) or one step folder")
+    verify.add_argument("--step", type=int, help="only this step of a run folder")
+    diff = add("diff", "compare two snapshots bit by bit, on full tensors")
+    for side in ("a", "b"):
+        diff.add_argument(side, help="a step folder, RUN (its newest valid one) or RUN@STEP")
 
 
-def _list(arguments: argparse.Namespace) -> tuple[int, Any, list[str]]:
-    _need_folder(arguments.root)
-    rows = [_row(folder, load_key(key_file=arguments.key_file)) for folder in step_folders(arguments.root)]
-    left = [path.name for path in leftovers(arguments.root, _NO_SESSION)]
-    if not rows and not left and not (arguments.root / RUN).is_file():
-        one = parse_step(arguments.root.absolute()) is not None
-        hint = "it is one snapshot; `plait snapshot verify` takes one" if one else f"it has no {RUN} and no snapshot"
-        raise SnapshotError(f"'{arguments.root}' is no run folder: {hint}")
-    owner = read_record(arguments.root / "LOCK")
-    lines = [f"{'snapshot':<20} {'ranks':>5} {'tensors':>8} {'bytes':>15}  grid / reason"]
-    for row in rows:
-        if row["ok"]:
-            grid = ",".join(f"{k}={v}" for k, v in row["grid"].items())
-            lines.append(
-                f"{row['name']:<20} {row['world_size']:>5} {row['num_tensors']:>8} {row['num_bytes']:>15}  {grid}"
-            )
-        else:
-            lines.append(f"{row['name']:<20} {'damaged':>30}  {row['reason']}")
-    if not rows:
-        lines = [f"'{arguments.root}' has no snapshot yet"]
-    lines += [f"{name}  (unfinished; `plait snapshot gc` removes it)" for name in left]
-    code = OK if all(row["ok"] for row in rows) else DIFFERENT
-    return code, {"root": str(arguments.root), "snapshots": rows, "leftovers": left, "owner": owner}, lines
-
-
-def _need_folder(path: Path) -> None:
-    if not path.is_dir():
-        raise FileNotFoundError(f"'{path}' is not a folder")
-
-
-def _row(folder: StepFolder, key: Key | None) -> dict[str, Any]:
-    row: dict[str, Any] = {"name": folder.path.name, "step": folder.step}
-    try:
-        manifest = open_folder(folder.path, key=key).manifest
-    except SnapshotDamaged as error:
-        return {**row, "ok": False, "reason": str(error)}
-    wanted = ("attempt", "run", "epoch", "world_size", "grid", "num_tensors", "num_bytes")
-    return {**row, "ok": True, **{name: getattr(manifest, name) for name in wanted}}
-
-
-def _verify(arguments: argparse.Namespace) -> tuple[int, Any, list[str]]:
-    _need_folder(arguments.path)
-    one = parse_step(arguments.path.absolute())
-    folders = [one] if one is not None else step_folders(arguments.path)
-    folders = [f for f in folders if arguments.step is None or f.step == arguments.step]
-    if not folders:
-        raise SnapshotError(
-            f"'{arguments.path}' holds no snapshot" + (f" of step {arguments.step}" if arguments.step else "")
-        )
-    rows, lines, code = [], [], OK
-    for folder in folders:
-        damage, num_bytes = check_snapshot(folder.path, load_key(key_file=arguments.key_file))
-        rows.append(
-            {
-                "name": folder.path.name,
-                "step": folder.step,
-                "ok": not damage,
-                "damage": damage,
-                "bytes_read": num_bytes,
-            }
-        )
-        lines.append(f"{folder.path.name}: {'damaged' if damage else 'ok'} ({num_bytes} bytes read)")
-        lines += [f"  {text}" for text in damage]
-        code = DIFFERENT if damage else code
-    return code, {"snapshots": rows}, lines
-
-
-def check_snapshot(folder: Path, key: Key | None = None) -> tuple[list[str], int]:
-    """Reads all of a snapshot; returns what is damaged (file, block and tensors) and the bytes of data read."""
-    try:
-        reader = open_folder(folder, key=key)
-        reader.table  # noqa: B018  checks fragments and coverage
-        for name, value in reader.values.items():
-            decode(value, f"value {name!r}")
-        for fragment in reader.fragments:
-            for name, value in fragment.per_rank.items():
-                decode(value, f"per-rank value {name!r} of rank {fragment.rank}")
-    except SnapshotDamaged as error:
-        return [str(error)], 0
-    damage = [text for rank in range(reader.manifest.world_size) for text in reader.verify(rank)]
-    return damage, reader.bytes_read
-
-
-def _diff(arguments: argparse.Namespace) -> tuple[int, Any, list[str]]:
-    folders = [find_snapshot(arguments.a), find_snapshot(arguments.b)]
-    for folder in folders:
-        _need_folder(folder)
-    a, b = (open_folder(folder, key=load_key(key_file=arguments.key_file)) for folder in folders)
-    found = list(compare(a, b))
-    lines = [f"{d.name}: {d.text}" for d in found]
-    same_ranks = len(a.fragments) == len(b.fragments)
-    note = "" if same_ranks else "; per-rank values were not compared: the numbers of ranks differ"
-    verdict = f"{len(found)} differences" if found else f"equal: {len(a.table.names)} tensors, {len(a.values)} values"
-    lines.append(f"{verdict} ('{folders[0]}', '{folders[1]}'{note})")
-    report = {
-        "equal": not found,
-        "a": str(folders[0]),
-        "b": str(folders[1]),
-        "per_rank_compared": same_ranks,
-        "differences": [asdict(d) for d in found],
-    }
-    return (DIFFERENT if found else OK), report, lines
-
-
-def _gc(arguments: argparse.Namespace) -> tuple[int, Any, list[str]]:
-    if not (arguments.root / RUN).is_file():
-        raise FileNotFoundError(f"'{arguments.root}' is no run folder: it has no {RUN}")
-    lock = RootLock(arguments.root, _NO_SESSION)
-    try:
-        removed = collect_garbage(_C.PosixIo(), arguments.root, _NO_SESSION)
-    finally:
-        lock.close()
-    return OK, {"removed": removed}, [f"removed {name}" for name in removed] or ["nothing to remove"]
+def _add_managing(add: cli_convert.Add) -> None:
+    add("gc", "remove what dead attempts left behind").add_argument("root", type=Path)
+    prune = add("prune", "remove older snapshots; never the last good one, a pinned one or one being read")
+    prune.add_argument("root", type=Path)
+    prune.add_argument("--keep", type=int, required=True, metavar="K", help="the newest K stay")
+    prune.add_argument("--every", type=int, metavar="N", help="every step that is a multiple of N stays")
+    prune.add_argument("--dry-run", action="store_true", help="only say what would go")
+    add("pin", "keep a snapshot whatever retention says").add_argument("path")
+    add("unpin", "let retention have it again").add_argument("path")
+    copy = add("copy", "copy a snapshot, verified, to a folder or a URL (s3://bucket/run)")
+    copy.add_argument("path")
+    copy.add_argument("target")
+    copy.add_argument("--compress", action="store_true", help="zstd on byte planes")
+    copy.add_argument("--level", type=int, help="of zstd; says --compress")
+    copy.add_argument("--encrypt", action="store_true", help="AES-256-GCM with the key of --key-file")
+    copy.add_argument("--retry-s", type=float, default=60.0, help="how long a store is tried again")
+    bench = add("bench", "write and read a file as snapshots do; `plait bench run snapshots` measures whole saves")
+    bench.add_argument("root", type=Path, help="a folder on the disk in question")
+    bench.add_argument("--mib", type=int, default=256, help="size of the file")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import isnan, prod
+from math import isfinite, isnan, prod
 from pathlib import Path
 
 import torch
@@ -30,7 +30,8 @@ SLICE_BYTES = 128 << 20  # of each side, held at once
 class Difference:
     """One thing that differs. kind: only_a, only_b, layout (shape or dtype), bits, value, per_rank.
 
-    max_difference: None where one side is not a number.
+    max_difference: absolute; max_relative: the same over the larger of both. None where one side is not a finite
+    number. num_bits: how many bits differ in all.
     """
 
     name: str
@@ -38,6 +39,8 @@ class Difference:
     text: str
     num_different: int = 0
     max_difference: float | None = 0.0
+    max_relative: float | None = 0.0
+    num_bits: int = 0
 
 
 def find_snapshot(text: str) -> Path:
@@ -87,18 +90,27 @@ def _compare_tensor(name: str, a: SnapshotReader, b: SnapshotReader) -> Differen
     if (mine.dtype, mine.full_shape) != (theirs.dtype, theirs.full_shape):
         text = f"{mine.dtype} {mine.full_shape} against {theirs.dtype} {theirs.full_shape}"
         return Difference(name, "layout", text)
-    different, largest = 0, 0.0
+    different, num_bits, largest, relative = 0, 0, 0.0, 0.0
     for box in slices(mine):
         left, right = read_box(a, mine, box), read_box(b, theirs, box)
         if _bits(left).equal(_bits(right)):
             continue
         rows = (_bits(left) != _bits(right)).any(dim=1)
         different += int(rows.sum())
-        largest = _larger(largest, _largest(left.reshape(-1)[rows], right.reshape(-1)[rows]))
+        left, right = left.reshape(-1)[rows], right.reshape(-1)[rows]
+        num_bits += _changed_bits(left, right)
+        largest, relative = map(_larger, (largest, relative), _largest(left, right))
     if not different:
         return None
-    text = f"{different} of {prod(mine.full_shape)} elements, largest difference {largest:g}"
-    return Difference(name, "bits", text, different, None if isnan(largest) else largest)
+    text = (
+        f"{different} of {prod(mine.full_shape)} elements, largest difference {largest:g}, relative {relative:g}, "
+        f"{num_bits} bits"
+    )
+    return Difference(name, "bits", text, different, _finite(largest), _finite(relative), num_bits)
+
+
+def _finite(value: float) -> float | None:
+    return value if isfinite(value) else None
 
 
 def slices(entry: TensorEntry) -> Iterator[Box]:
@@ -124,10 +136,29 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, 1).view(torch.uint8)
 
 
-def _largest(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Returns the largest absolute difference as numbers; NaN where one side is not a number."""
-    wide = torch.complex128 if a.is_complex() else torch.float64
-    return float((a.to(wide) - b.to(wide)).abs().max())
+def _changed_bits(a: torch.Tensor, b: torch.Tensor) -> int:
+    ones = torch.tensor([value.bit_count() for value in range(256)], dtype=torch.uint8)
+    return int(ones[(_bits(a) ^ _bits(b)).reshape(-1).int()].sum(dtype=torch.int64))
+
+
+def _largest(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
+    """Returns the largest absolute difference as numbers, and the largest one relative to the larger of both; NaN
+    where one side is not a number. Exact for integers of any size."""
+    if a.dtype in (torch.int64, torch.uint64):
+        size = _distance(a, b)
+        scale = torch.maximum(a.double().abs(), b.double().abs())
+    else:
+        wide = torch.complex128 if a.is_complex() else torch.float64
+        size = (a.to(wide) - b.to(wide)).abs()
+        scale = torch.maximum(a.to(wide).abs(), b.to(wide).abs())
+    relative = torch.where(size == 0, 0.0, size / scale)  # -0.0 against 0.0
+    return float(size.max()), float(relative.max())
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Returns |a - b| of 64-bit integers as fp64: in fp64 alone, 2**53 and 2**53 + 1 would be equal."""
+    pairs = zip(a.tolist(), b.tolist(), strict=True)
+    return torch.tensor([float(abs(x - y)) for x, y in pairs], dtype=torch.float64)
 
 
 def _larger(a: float, b: float) -> float:

@@ -12,10 +12,8 @@ from pathlib import Path
 
 import torch
 
-from plait import _C
 from plait.ckpt.box import Box, parts_of
-from plait.ckpt.layout import DTYPES, lay_out, shares_of
-from plait.ckpt.state import Leaf, leaf_of
+from plait.ckpt.interop_safetensors import write_file
 from plait.ckpt.tier_reader import open_folder
 
 
@@ -60,20 +58,10 @@ def export(folder: str | Path, path: str | Path, names: Iterable[str] | None = N
     """Writes full tensors of a snapshot, verified, into one safetensors file; returns their names in it.
 
     names: of the snapshot; default all below `prefix` ("model/"), which is cut off. Aliases are written as copies.
+    `plait snapshot export` has more formats (interop_safetensors.py, interop_torch.py, interop_dcp.py).
     """
     reader = open_folder(Path(folder))
     chosen = sorted(n for n in reader.table.names if n.startswith(prefix)) if names is None else list(names)
-    tensors = {name.removeprefix(prefix): reader.read_full(name) for name in chosen}
-    leaves: list[Leaf] = []
-    for name, tensor in tensors.items():
-        stored = tensor if tensor.dtype in DTYPES.values() else tensor.reshape(*tensor.shape, 1).view(torch.uint8)
-        leaves.append(leaf_of(name, name, stored))
-    layout = lay_out(shares_of(leaves, 0, 1))
-    start = len(layout.header)
-    pieces = [
-        (p.share.leaf.tensor.data_ptr(), p.share.num_bytes, start + p.data_offset)
-        for p in layout.pieces
-        if p.share.num_bytes
-    ]
-    _C.write_file(_C.PosixIo(), Path(path), layout.header, pieces, start + layout.data_bytes)
-    return [leaf.name for leaf in leaves]
+    tensors = {name.removeprefix(prefix): name for name in chosen}
+    write_file(Path(path), reader, tensors, {})
+    return list(tensors)

@@ -1,0 +1,148 @@
+"""The commands of `plait snapshot` to and from other formats: export and import.
+
+Each takes the parsed arguments and returns (exit code, report for --json, lines for people).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from plait.ckpt.cli_progress import progress, size_text
+from plait.ckpt.cli_show import OK, Answer, need_folder
+from plait.ckpt.compare import find_snapshot
+from plait.ckpt.crypt import load_key
+from plait.ckpt.errors import SnapshotError
+from plait.ckpt.interop_deepspeed import import_deepspeed
+from plait.ckpt.interop_megatron import Rule, import_megatron
+from plait.ckpt.interop_safetensors import INDEX, export_file, export_folder, import_safetensors
+from plait.ckpt.interop_torch import export_torch, import_torch
+from plait.ckpt.interop_tree import Imported, choose, save_imported
+from plait.ckpt.keep import reading
+from plait.ckpt.lock import refuse_if_held
+from plait.ckpt.tier_reader import open_folder
+
+Add = Callable[[str, str], argparse.ArgumentParser]
+_EXPORTS = ("safetensors", "hf", "torch", "dcp")
+_IMPORTS = ("torch", "safetensors", "dcp", "megatron", "deepspeed")
+_SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", "": "hf"}
+
+
+def add_commands(add: Add) -> None:
+    """Adds the parsers of export and import."""
+    out = add("export", "write full tensors for others to read")
+    out.add_argument("path", help="a step folder, RUN (its newest valid one) or RUN@STEP")
+    out.add_argument("target", type=Path, help="a file or folder that is not there yet")
+    out.add_argument("--format", choices=_EXPORTS, help="default: .safetensors, .pt, or a Hugging Face folder")
+    out.add_argument("--select", default="", metavar="NAME", help='only what is at or below this name ("model")')
+    out.add_argument("--strip-prefix", action="store_true", help="cut that name off")
+    out.add_argument("--shard-mib", type=int, default=5120, help="largest shard of a Hugging Face folder")
+    into = add("import", "make a snapshot of a foreign checkpoint; nothing is unpickled but plain tensors and values")
+    into.add_argument("source", type=Path)
+    into.add_argument("root", type=Path, help="a run folder, made if it is not there")
+    into.add_argument("--format", choices=_IMPORTS, help="default: by what is there")
+    into.add_argument("--step", type=int, help="default: what the checkpoint says, else 0")
+    into.add_argument("--prefix", default="", metavar="NAME", help='put everything below this name ("model")')
+    into.add_argument("--skip", action="append", default=[], metavar="PATTERN", help="leave these names out")
+    into.add_argument("--rule", action="append", default=[], type=_rule, help="Megatron: PATTERN=DIM or PATTERN=same")
+    into.add_argument("--gated", choices=("yes", "no"), help="Megatron: MLPs hold gate and up; default: its args")
+
+
+def _rule(text: str) -> Rule:
+    pattern, equals, dim = text.rpartition("=")
+    if not equals or not pattern or not (dim == "same" or dim.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} must be PATTERN=DIM or PATTERN=same")
+    return pattern, None if dim == "same" else int(dim)
+
+
+def export(arguments: argparse.Namespace) -> Answer:
+    """Writes a part of a snapshot, verified as it is read, in another format."""
+    folder, target = find_snapshot(arguments.path), arguments.target
+    need_folder(folder)
+    kind = arguments.format or _SUFFIXES.get(target.suffix, "hf")
+    if target.exists():
+        raise FileExistsError(f"'{target}' is there already")
+    if not target.absolute().parent.is_dir():
+        raise FileNotFoundError(f"'{target.absolute().parent}' is not a folder")
+    if arguments.shard_mib < 1:
+        raise ValueError(f"--shard-mib {arguments.shard_mib}: must be at least 1")
+    with reading(folder):
+        reader = open_folder(folder, key=load_key(key_file=arguments.key_file))
+        chosen = choose(reader, arguments.select, arguments.strip_prefix)
+        with progress(f"export {folder.name}", chosen.num_bytes, lambda: reader.bytes_read, arguments.json):
+            if kind == "hf":
+                left = export_folder(chosen, target, arguments.shard_mib << 20)
+            elif kind == "dcp":
+                from plait.ckpt.interop_dcp import export_dcp  # loads torch.distributed, which `ls` does without
+
+                left = export_dcp(chosen, target)
+            else:
+                left = export_file(chosen, target) if kind == "safetensors" else export_torch(chosen, target)
+    report = {
+        "source": str(folder),
+        "target": str(target),
+        "format": kind,
+        "tensors": sorted(chosen.tensors),
+        "num_bytes": chosen.num_bytes,
+        "aliases": chosen.aliases,
+        "left_out": left,
+    }
+    text = f"exported {len(chosen.tensors)} tensors, {size_text(chosen.num_bytes)}, to '{target}' ({kind})"
+    return OK, report, [text, *(f"left out {line}" for line in left)]
+
+
+def bring(arguments: argparse.Namespace) -> Answer:
+    """Saves a foreign checkpoint as a snapshot."""
+    source, root = arguments.source, arguments.root
+    if not source.exists():
+        raise FileNotFoundError(f"'{source}' is not there")
+    if arguments.step is not None and arguments.step < 0:
+        raise ValueError(f"--step {arguments.step}: must be an integer >= 0")
+    if root.is_dir():
+        refuse_if_held(root)  # before much is read; the save itself takes the LOCK
+    kind = arguments.format or _kind_of(source)
+    found = _read(kind, arguments)
+    folder = save_imported(root, found, arguments.step, arguments.prefix, arguments.key_file)
+    manifest = open_folder(folder).manifest
+    report = {
+        "source": str(source),
+        "format": kind,
+        "snapshot": str(folder),
+        "step": manifest.step,
+        "num_tensors": manifest.num_tensors,
+        "num_bytes": manifest.num_bytes,
+        "left_out": found.left_out,
+    }
+    size = size_text(manifest.num_bytes)
+    text = f"imported {manifest.num_tensors} tensors, {size}, from '{source}' ({kind}) as '{folder}'"
+    return OK, report, [text, *(f"left out {line}" for line in found.left_out)]
+
+
+def _read(kind: str, arguments: argparse.Namespace) -> Imported:
+    source, skip = arguments.source, arguments.skip
+    if kind == "megatron":
+        gated = None if arguments.gated is None else arguments.gated == "yes"
+        return import_megatron(source, skip, arguments.rule, gated)
+    if kind == "dcp":
+        from plait.ckpt.interop_dcp import import_dcp
+
+        return import_dcp(source, skip)
+    readers = {"torch": import_torch, "safetensors": import_safetensors, "deepspeed": import_deepspeed}
+    return readers[kind](source, skip)
+
+
+def _kind_of(source: Path) -> str:
+    """Tells the format by what is there."""
+    if source.is_file():
+        return "safetensors" if source.suffix == ".safetensors" else "torch"
+    if (source / ".metadata").is_file():
+        return "dcp"
+    if (source / "zero").is_dir():
+        return "deepspeed"
+    if any(source.glob("mp_rank_*")) or (source / "latest_checkpointed_iteration.txt").is_file():
+        return "megatron"
+    if (source / INDEX).is_file() or any(source.glob("*.safetensors")):
+        return "safetensors"
+    looked = f".metadata (DCP), zero/ (DeepSpeed universal), mp_rank_* (Megatron), {INDEX} or *.safetensors"
+    raise SnapshotError(f"'{source}' is none of the known formats; looked for {looked}")

@@ -1,0 +1,152 @@
+"""Snapshots out to and in from torch.save files, as a tree of tensors and plain values.
+
+Nothing is unpickled but with weights_only=True, whose unpickler makes tensors and plain containers only; a file that
+needs more is refused with the name of what it needs.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from plait.ckpt.errors import SnapshotDamaged, SnapshotError
+from plait.ckpt.interop_tree import Chosen, Imported, appearing, read_tree, skipped
+from plait.ckpt.values import describe
+
+# How torch names what its unpickler refuses, and what it says of a file that is no pickle.
+_REFUSED = re.compile(r"(?:GLOBAL|unsupported class|got <class) [`']?([\w.]+)")
+_BROKEN = re.compile(r"WeightsUnpickler error: (.+)")
+
+
+def export_torch(chosen: Chosen, path: Path) -> list[str]:
+    """Writes a part of a snapshot as a tree by torch.save; returns what was left out. The whole part is in memory.
+
+    Names of one tensor share it. What was written is opened with weights_only=True before it gets its name.
+    """
+    tree = read_tree(chosen)
+    with appearing(path, lambda part: part.unlink(missing_ok=True)) as part:
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+            torch.save(tree, file)
+            file.flush()
+            os.fsync(file.fileno())
+        load_plain(part, mmap=True)
+    return chosen.left_out
+
+
+def import_torch(path: Path, skip: Sequence[str] = ()) -> Imported:
+    """Reads a torch.save file. SnapshotError says what weights_only=True refuses; SnapshotDamaged, what is broken.
+
+    A tensor or a list at the top is called "value"; what cannot be stored is refused by its path when it is saved.
+    """
+    content = load_plain(path)
+    tree = content if isinstance(content, dict) else {"value": content}
+    left: list[str] = []
+    return Imported(_without(tree, "", skip, left), left, _step_of(tree))
+
+
+def load_plain(source: Path | io.BytesIO, where: str = "", mmap: bool = False, more: Sequence[Any] = ()) -> Any:
+    """Returns what torch.save wrote, by weights_only=True, on the CPU.
+
+    more: further classes that may be made, of this caller's choice (harmless ones). where: names the source in
+    errors; default its path.
+    """
+    where = where or f"'{source}'"
+    try:
+        with torch.serialization.safe_globals(list(more)):
+            return torch.load(source, map_location="cpu", weights_only=True, **({"mmap": True} if mmap else {}))
+    except pickle.UnpicklingError as error:
+        found = sorted(set(_REFUSED.findall(str(error))))
+        if not found:
+            said = _BROKEN.search(str(error))
+            raise SnapshotDamaged(
+                f"{where} is no file of torch.save: {said[1] if said else _first_line(error)}"
+            ) from error
+        raise SnapshotError(
+            f"{where} needs {', '.join(found)}, which torch.load(weights_only=True) refuses: unpickling anything "
+            "but tensors and plain containers can run code. Save it again as a state_dict of these"
+        ) from error
+    except FileNotFoundError:
+        raise
+    except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise SnapshotDamaged(f"{where} is no whole file of torch.save: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def _without(tree: Any, name: str, skip: Sequence[str], left: list[str]) -> Any:
+    """Returns the tree without the names that were left out."""
+    if not isinstance(tree, dict) or not skip:
+        return tree
+    kept = {}
+    for key, child in tree.items():
+        path = f"{name}/{key}" if name else str(key)
+        if skipped([path], skip):
+            left.append(f"{path}: left out by --skip ({describe(child)})")
+        else:
+            kept[key] = _without(child, path, skip, left)
+    return kept
+
+
+def _step_of(tree: dict[Any, Any]) -> int | None:
+    """Returns the step that a checkpoint says it is of, under the usual names."""
+    found = (tree.get(key) for key in ("step", "global_step", "iteration"))
+    return next((n for n in found if type(n) is int and n >= 0), None)
+
+
+def merge(parts: Sequence[tuple[str, dict[str, torch.Tensor]]], how: Callable[[str], int | None]) -> dict[str, Any]:
+    """Returns full tensors from the parts of tensor-parallel ranks, in their order.
+
+    parts: (where, tensors by name) of each. how: the dim along which a name is cut, None for a replicated one, whose
+    copies must have the same bits. SnapshotError naming tensor and parts that do not fit together.
+    """
+    merged: dict[str, Any] = {}
+    for where, tensors in parts[1:]:
+        odd = sorted(tensors.keys() ^ parts[0][1].keys())
+        if odd:
+            raise SnapshotError(f"tensor {odd[0]!r} is in one of {parts[0][0]} and {where} only")
+    for name, first in parts[0][1].items():
+        dim, all_of = how(name), [tensors[name] for _, tensors in parts]
+        if dim is None:
+            for (where, _), other in zip(parts[1:], all_of[1:], strict=True):
+                if other.dtype != first.dtype or not _same(first, other):
+                    raise SnapshotError(
+                        f"tensor {name!r} should be the same in {parts[0][0]} and {where}, and is not"
+                    )
+            merged[name] = first
+            continue
+        for (where, _), other in zip(parts, all_of, strict=True):
+            shapes = [list(t.shape[:dim]) + list(t.shape[dim + 1 :]) for t in (first, other)]
+            if dim >= first.dim() or first.dtype != other.dtype or shapes[0] != shapes[1]:
+                raise SnapshotError(
+                    f"tensor {name!r} is {other.dtype} {tuple(other.shape)} in {where} and {first.dtype} "
+                    f"{tuple(first.shape)} in {parts[0][0]}: they do not fit along dim {dim}"
+                )
+        merged[name] = _cat(all_of, dim)
+    return merged
+
+
+def _cat(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """Concatenates bit for bit, also dtypes for which torch has no cat."""
+    shape = list(tensors[0].shape)
+    shape[dim] = sum(t.shape[dim] for t in tensors)
+    full, at = torch.empty(shape, dtype=tensors[0].dtype), 0
+    for tensor in tensors:
+        full.narrow(dim, at, tensor.shape[dim]).copy_(tensor)
+        at += tensor.shape[dim]
+    return full
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
+    return torch.equal(*bits)
