@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from plait.ckpt.cli_progress import progress, size_text
+from plait.ckpt.cli_progress import bytes_read, progress, size_text
 from plait.ckpt.cli_show import OK, Answer, need_folder
 from plait.ckpt.compare import find_snapshot
 from plait.ckpt.crypt import load_key
@@ -102,7 +102,12 @@ def bring(arguments: argparse.Namespace) -> Answer:
     if root.is_dir():
         refuse_if_held(root)  # before much is read; the save itself takes the LOCK
     kind = arguments.format or _kind_of(source)
-    found = _read(kind, arguments)
+    total = sum(
+        path.stat().st_size for path in (source.rglob("*") if source.is_dir() else [source]) if path.is_file()
+    )
+    began = bytes_read()
+    with progress(f"import {source.name}", total, lambda: bytes_read() - began, arguments.json):
+        found = _read(kind, arguments)
     folder = save_imported(root, found, arguments.step, arguments.prefix, arguments.key_file)
     manifest = open_folder(folder).manifest
     report = {

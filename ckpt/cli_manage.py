@@ -17,7 +17,7 @@ from plait.ckpt import keep
 from plait.ckpt.cli_progress import progress, size_text
 from plait.ckpt.cli_show import DIFFERENT, NO_SESSION, OK, Answer, check_snapshot, need_folder
 from plait.ckpt.compare import find_snapshot
-from plait.ckpt.copy_whole import copy_whole
+from plait.ckpt.copy_whole import copy_whole, opened_source
 from plait.ckpt.crypt import Key, load_key
 from plait.ckpt.errors import SnapshotDamaged
 from plait.ckpt.folders import StepFolder, collect_garbage, step_folders
@@ -131,20 +131,22 @@ def unpin(arguments: argparse.Namespace) -> Answer:
 
 def copy(arguments: argparse.Namespace) -> Answer:
     """Copies a snapshot to another folder or URL, read back and compared."""
-    folder, key = find_snapshot(arguments.path), load_key(key_file=arguments.key_file)
-    need_folder(folder)
+    key = load_key(key_file=arguments.key_file)
     compress: bool | int = arguments.level if arguments.level is not None else arguments.compress
     tier = Tier(arguments.target, None, compress=compress, encrypt=arguments.encrypt, retry_s=arguments.retry_s)
-    total = open_folder(folder, key=key).manifest.num_bytes
     sent: list[int] = [0]
-    with progress(f"copy {folder.name}", total, lambda: sent[0], arguments.json):
-        place = copy_whole(folder, tier, key, sent)
-    return OK, {"source": str(folder), "copy": place}, [f"copied '{folder}' to '{place}', verified"]
+    with opened_source(arguments.path, key) as reader:
+        source, total = str(reader.folder), reader.manifest.num_bytes
+        with progress(f"copy {reader.folder.name}", total, lambda: sent[0], arguments.json):
+            place = copy_whole(reader, tier, key, sent)
+    return OK, {"source": source, "copy": place}, [f"copied '{source}' to '{place}', verified"]
 
 
 def bench(arguments: argparse.Namespace) -> Answer:
     """Writes and reads one file as snapshots do; `plait bench run snapshots` has whole saves beside their peers."""
     need_folder(arguments.root)
+    if arguments.mib < 1:
+        raise ValueError(f"--mib {arguments.mib}: must be at least 1")
     num_bytes, path = arguments.mib << 20, arguments.root / ".plait-disk-test"
     data = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
     report: dict[str, Any] = {"folder": str(arguments.root), "num_bytes": num_bytes}

@@ -11,10 +11,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 from plait import _C
 from plait.ckpt.codec import Coder
+from plait.ckpt.compare import find_snapshot
 from plait.ckpt.copier import Copier
 from plait.ckpt.crypt import Key
 from plait.ckpt.errors import SnapshotError
@@ -33,27 +33,48 @@ from plait.ckpt.manifest import (
 )
 from plait.ckpt.read_plan import FileKey
 from plait.ckpt.reader import SnapshotReader
+from plait.ckpt.remote import FsspecStore
 from plait.ckpt.store import DirStore, find_copy
-from plait.ckpt.tier_reader import open_folder
+from plait.ckpt.tier_reader import TierReader, open_folder
 from plait.ckpt.tiers import Launch, Tier
 
 _MAX_RUN_BYTES = 4096
 
 
-def copy_whole(folder: Path, tier: Tier, key: Key | None = None, sent: list[int] | None = None) -> str:
-    """Copies a step folder as `tier` says; returns "url/folder" of the copy, also when it was there already.
+def copy_whole(reader: SnapshotReader, tier: Tier, key: Key | None, sent: list[int]) -> str:
+    """Copies an opened snapshot as `tier` says; returns "url/folder" of the copy, also when it was there already.
 
     sent: its first item grows by the bytes sent. SnapshotLocked when a job copies into that folder, SnapshotError
     when it belongs to another run, OSError of the store, SnapshotDamaged of the original.
     """
-    session, io = f"{secrets.randbits(64):016x}", _C.PosixIo()
+    session, io, manifest = f"{secrets.randbits(64):016x}", _C.PosixIo(), reader.manifest
     store = tier.store(io, session)
-    with reading(folder):
-        local = open_folder(folder, io, key=key)
-        source: SnapshotReader | _Decoded = local if not _is_coded(local) else _Decoded(local, key)
-        launch = Launch(0, local.manifest.world_size, session, io, key, local.manifest.run, 600.0, threading.Event())
-        with _owned(store, local.manifest):
-            return f"{store.url}/{_Whole(tier, store, launch).copy_all(source, sent or [0])}"
+    source = _Decoded(reader, key) if isinstance(reader, TierReader) else reader
+    launch = Launch(0, manifest.world_size, session, io, key, manifest.run, 600.0, threading.Event())
+    whole = _Whole(tier, store, launch)
+    with _owned(store, manifest):
+        return f"{store.url}/{whole.copy_all(source, sent)}"
+
+
+@contextmanager
+def opened_source(text: str, key: Key | None) -> Iterator[SnapshotReader]:
+    """Opens what is to be copied and holds it against retention: as `find_snapshot` has it, or "s3://bucket/run" (its
+    newest copy) or "s3://bucket/run@STEP"."""
+    if "://" not in text:
+        folder = find_snapshot(text)
+        if not folder.is_dir():
+            raise FileNotFoundError(f"'{folder}' is not a folder")
+        reader = open_folder(folder, key=key)
+        with reading(folder):
+            yield reader
+        return
+    url, at, step = text.rpartition("@")
+    url, wanted = (url, int(step)) if at and step.isdecimal() else (text, None)
+    store = FsspecStore(url, {})
+    found = [name for number, _, name in store.steps() if wanted in (None, number)]
+    if not found:
+        raise SnapshotError(f"'{url}' has no snapshot" + ("" if wanted is None else f" of step {wanted}"))
+    yield TierReader(store, found[0], key=key)
 
 
 @contextmanager
@@ -99,7 +120,10 @@ class _Whole(Copier):
 
 
 class _Decoded:
-    """A coded copy as the plain snapshot that it was made from: what a Copier asks of its source."""
+    """A copy, coded or in a store, as the plain snapshot that it was made from: what a Copier asks of its source.
+
+    The manifest is signed again, with the key; without one, a copy that was coded loses its signature.
+    """
 
     def __init__(self, reader: SnapshotReader, key: Key | None) -> None:
         self._reader, self._key = reader, key
@@ -125,7 +149,3 @@ class _Decoded:
 
     def read_range(self, file: FileKey, offset: int, num_bytes: int, address: int) -> None:
         self._reader.read_range(file, offset, num_bytes, address)
-
-
-def _is_coded(reader: SnapshotReader) -> bool:
-    return any(fragment.parts for fragment in reader.fragments)

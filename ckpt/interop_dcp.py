@@ -11,6 +11,7 @@ import io
 import os
 import pickle
 import shutil
+import warnings
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path, PosixPath
@@ -57,10 +58,13 @@ def export_dcp(chosen: Chosen, path: Path) -> list[str]:
     with appearing(path, lambda part: shutil.rmtree(part, ignore_errors=True)) as part:
         part.mkdir(mode=0o700)
         try:
-            dcp.save(tree, storage_writer=dcp.FileSystemWriter(part, sync_files=True), no_dist=True)
+            with warnings.catch_warnings():  # that there is no process group, which no_dist says
+                warnings.simplefilter("ignore", UserWarning)
+                dcp.save(tree, storage_writer=dcp.FileSystemWriter(part, sync_files=True), no_dist=True)
         except dcp.CheckpointException as error:
-            causes = "; ".join(f"{type(e[0]).__name__}: {e[0]}" for e in error.failures.values())
-            raise SnapshotError(f"'{path}': torch.distributed.checkpoint could not save: {causes}") from error
+            cause = next(iter(error.failures.values()))[0]
+            what = f"{type(cause).__name__}: {cause}"
+            raise SnapshotError(f"'{path}': torch.distributed.checkpoint could not save: {what}") from cause
         sync(part)
     return chosen.left_out
 

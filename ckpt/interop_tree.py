@@ -32,6 +32,7 @@ class Chosen:
     reader: SnapshotReader
     tensors: dict[str, str]  # name outside -> name in the snapshot
     values: dict[str, Any]
+    paths: dict[str, tuple[str, ...]]  # name outside -> its keys: one of them may have a "/" of its own
     left_out: list[str] = field(default_factory=list)
 
     @property
@@ -63,15 +64,18 @@ def choose(reader: SnapshotReader, select: str = "", strip: bool = False) -> Cho
     SnapshotError when there is nothing, or when two get the same name.
     """
 
+    paths: dict[str, tuple[str, ...]] = {}
+
     def below(names: Iterable[str]) -> dict[str, str]:
         found: dict[str, str] = {}
         for name in sorted(names):
             if not select or name == select or name.startswith(select + "/"):
                 inner = name[len(select) + 1 :] if strip and select else name
-                outer = unescape(inner or name.rpartition("/")[2])
+                keys = tuple(map(_unescape, (inner or name.rpartition("/")[2]).split("/")))
+                outer = "/".join(keys)
                 if outer in found:
                     raise SnapshotError(f"{name!r} and {found[outer]!r} would both be called {outer!r}")
-                found[outer] = name
+                found[outer], paths[outer] = name, keys
         return found
 
     select = select.strip("/")
@@ -82,22 +86,19 @@ def choose(reader: SnapshotReader, select: str = "", strip: bool = False) -> Cho
         raise SnapshotError(f"'{reader.folder}' has nothing below {select!r}; it has {roots}")
     per_rank = below({name for fragment in reader.fragments for name in fragment.per_rank})
     left = [f"{name}: each rank has a value of its own" for name in per_rank]
-    return Chosen(reader, tensors, values, left)
+    return Chosen(reader, tensors, values, paths, left)
 
 
-def unescape(name: str) -> str:
-    """Returns a name as its keys were: the reverse of what `state.join` escapes, which makes "/" ambiguous."""
-    return name.replace("~2", "@").replace("~1", "/").replace("~0", "~")
-
-
-def nest(leaves: Mapping[str, Any]) -> dict[Any, Any]:
-    """Returns a tree of dicts from names joined with "/"; keys that are all numbers become integers, as in the state
-    of a torch optimizer. SnapshotError when a name is both a leaf and a branch."""
-    return nest_paths({tuple(name.split("/")): leaf for name, leaf in leaves.items()}, True)
+def _unescape(key: str) -> str:
+    """Returns a key as it was: the reverse of what `state.join` escapes."""
+    return key.replace("~2", "@").replace("~1", "/").replace("~0", "~")
 
 
 def nest_paths(leaves: Mapping[tuple[Any, ...], Any], numbers: bool = False) -> dict[Any, Any]:
-    """Returns a tree of dicts from paths of keys. numbers: keys that are all numbers become integers."""
+    """Returns a tree of dicts from paths of keys. SnapshotError when one is both a leaf and a branch.
+
+    numbers: keys of one dict that are all numbers become integers, as in the state of a torch optimizer.
+    """
     groups: dict[Any, dict[tuple[Any, ...], Any]] = {}
     for path, leaf in leaves.items():
         groups.setdefault(path[0], {})[path[1:]] = leaf
@@ -116,7 +117,8 @@ def read_tree(chosen: Chosen) -> dict[Any, Any]:
     for outer, name in chosen.tensors.items():
         same = chosen.aliases.get(outer)
         tensors[outer] = tensors[same] if same in tensors else chosen.reader.read_full(name)
-    return nest({**chosen.values, **tensors})
+    leaves = {**chosen.values, **tensors}
+    return nest_paths({chosen.paths[outer]: leaf for outer, leaf in leaves.items()}, numbers=True)
 
 
 def save_imported(root: Path, found: Imported, step: int | None, prefix: str, key_file: Path | None) -> Path:
@@ -158,15 +160,20 @@ def appearing(path: Path, remove: Callable[[Path], None]) -> Iterator[Path]:
     try:
         yield part
         os.replace(part, path)
-    except OSError as error:
+    except BaseException as error:
         remove(part)
-        if error.filename is None and error.errno is not None:
-            raise OSError(error.errno, f"write: {error.strerror}", str(part)) from error
-        raise
-    except BaseException:
-        remove(part)
+        cause = _of_machine(error)
+        if cause is not None and (cause is not error or cause.filename is None):
+            raise OSError(cause.errno, f"write: {cause.strerror}", str(path)) from error
         raise
     sync(path.parent)
+
+
+def _of_machine(error: BaseException | None) -> OSError | None:
+    """Returns the error of the machine behind another one: torch turns a full disk into a RuntimeError."""
+    while error is not None and not (isinstance(error, OSError) and error.errno is not None):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def sync(path: Path) -> None:

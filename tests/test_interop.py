@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import struct
+from contextlib import redirect_stderr
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from plait.ckpt import PerRank, Snapshots
 from plait.ckpt.cli import main
 from plait.ckpt.interop_safetensors import import_safetensors
 from plait.ckpt.tier_reader import open_folder
+from tests.faults import in_child
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -231,6 +234,45 @@ def test_a_failed_export_leaves_nothing_that_looks_valid(run, tmp_path, capsys):
         code, report = answer(capsys, "export", run, tmp_path / target)
         assert code == 1 and "block 0" in report["error"]
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp", "safetensors"])
+def test_keys_with_slashes_are_no_folders(tmp_path, capsys, kind):
+    """Once {"a/b": t} came out of torch.save's file as {"a": {"b": t}}."""
+    with Snapshots(tmp_path / "run") as snapshots:
+        snapshots.save(1, {"m": {"a/b@c~": torch.ones(2), "a": torch.zeros(1)}, "~1": {"a/b": 3}})
+    report = exported(capsys, tmp_path / "run", tmp_path / "out", "--format", kind)
+    assert report["tensors"] == ["m/a", "m/a/b@c~"]
+    if kind == "torch":
+        tree = torch.load(tmp_path / "out", weights_only=True)
+        assert tree["m"].keys() == {"a/b@c~", "a"} and tree["~1"] == {"a/b": 3}
+    if kind == "safetensors":  # has names and no keys: what its slashes mean cannot be told
+        code, answered = answer(capsys, "import", tmp_path / "out", tmp_path / "back", "--format", kind)
+        assert code == 2 and "'a' is a value and has parts" in answered["error"]
+        return
+    imported(capsys, tmp_path / "out", tmp_path / "back", "--format", kind)
+    (folder,) = (tmp_path / "back").glob("step-*")
+    assert open_folder(folder).table.names == {"m/a~1b~2c~0", "m/a"} and set(open_folder(folder).values) == {
+        "~01/a~1b"
+    }
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp", "safetensors", "hf"])
+def test_a_full_disk_is_an_error_of_the_machine_that_names_the_target(tmp_path, kind):
+    with Snapshots(tmp_path / "run") as snapshots:
+        snapshots.save(1, {"w": torch.ones(100_000)})
+    argv = [str(v) for v in ("export", tmp_path / "run", tmp_path / "out", "--format", kind)]
+
+    def work() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+        with open(tmp_path / "said", "w") as said, redirect_stderr(said):
+            code = main(argv)
+        (tmp_path / "said").write_text(f"{code} {(tmp_path / 'said').read_text()}")
+
+    assert in_child(work) == 0
+    text = (tmp_path / "said").read_text()
+    assert text.startswith("1 ") and f"write: File too large: '{tmp_path}/" in text and "out" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "said"]
 
 
 def test_usage_errors_of_export_and_import_are_2(run, tmp_path, capsys):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
+import threading
 
 import pytest
 import torch
 
 from plait.ckpt import PerRank, Sharded, Snapshots
 from plait.ckpt.cli import main
+from plait.ckpt.cli_progress import line, progress
+from plait.ckpt.keep import pinned_folders, reading
 from tests.faults import flip, on_ranks, small_state
 
 
@@ -189,3 +193,214 @@ def test_a_verified_copy_is_as_good_as_the_original(run, tmp_path, capsys):
     shutil.copytree(run / "step-000000002", copy)
     assert answer(capsys, "verify", copy)[0] == 0
     assert answer(capsys, "diff", run, copy)[0] == 0
+
+
+def test_show_says_what_is_in_a_snapshot_and_who_wrote_it(tmp_path, capsys):
+    full, tied = torch.arange(2000.0).reshape(2, 1000), torch.ones(3, dtype=torch.bfloat16)
+
+    def work(rank):
+        part = Sharded(full[rank : rank + 1], (2, 1000), (rank, 0))
+        with Snapshots(tmp_path, rank=rank, world_size=2, session=1, grid={"tp": 2}) as snapshots:
+            state = {"m": {"w": part, "a": tied, "b": tied}, "lr": 0.5, "rng": PerRank(rank)}
+            snapshots.save(4, state, metrics={"loss": 2.5}).wait()
+
+    on_ranks(2, work)
+    code, report = answer(capsys, "show", tmp_path)
+    assert code == 0 and (report["step"], report["world_size"], report["grid"]) == (4, 2, {"tp": 2})
+    assert report["metrics"] == {"loss": 2.5} and report["values"] == {"lr": {"$float": (0.5).hex()}}
+    found = {t["name"]: t for t in report["tensors"]}
+    assert (found["m/w"]["dtype"], found["m/w"]["shape"], found["m/w"]["num_bytes"]) == ("float32", [2, 1000], 8000)
+    assert found["m/w"]["ranks"] == [0, 1] and len(found["m/w"]["xxh3_128"]) == 2
+    assert found["m/b"]["same_as"] == "m/a" and found["m/a"]["same_as"] is None
+    assert [r["per_rank"] for r in report["ranks"]] == [["rng"], ["rng"]]
+    assert {f["name"] for f in report["files"]} == {p.name for p in (tmp_path / "step-000000004").iterdir()} - {
+        "MANIFEST.json"
+    }
+    assert [t["name"] for t in answer(capsys, "show", tmp_path, "--select", "*/w")[1]["tensors"]] == ["m/w"]
+    assert main(["show", f"{tmp_path}@4"]) == 0
+    text = capsys.readouterr().out
+    assert "m/b" in text and "= m/a" in text and "lr = 0.5" in text and "7.8 KiB  0,1" in text
+    assert answer(capsys, "show", f"{tmp_path}@5")[0] == 2
+
+
+def test_diff_says_relative_difference_and_changed_bits(tmp_path, capsys):
+    def save(root, **state):
+        with Snapshots(root) as snapshots:
+            snapshots.save(1, state)
+
+    big = 2**62
+    save(tmp_path / "a", f=torch.tensor([1.0, -8.0]), i=torch.tensor([big, 5]), b=torch.tensor([True]))
+    save(tmp_path / "b", f=torch.tensor([1.0, -6.0]), i=torch.tensor([big + 1, 5]), b=torch.tensor([False]))
+    _, report = answer(capsys, "diff", tmp_path / "a", tmp_path / "b")
+    found = {d["name"]: d for d in report["differences"]}
+    assert (found["f"]["max_difference"], found["f"]["max_relative"], found["f"]["num_bits"]) == (2.0, 0.25, 3)
+    assert (found["i"]["max_difference"], found["i"]["num_bits"]) == (1.0, 1)  # in fp64 the two are equal
+    assert (found["b"]["max_difference"], found["b"]["num_bits"]) == (1.0, 1)
+    save(tmp_path / "c", f=torch.tensor([1.0, float("inf")]), i=torch.tensor([-big, 5]), b=torch.tensor([True]))
+    _, report = answer(capsys, "diff", tmp_path / "a", tmp_path / "c")
+    found = {d["name"]: d for d in report["differences"]}
+    assert found["f"]["max_difference"] is None and found["i"]["max_difference"] == float(2 * big)
+
+
+@pytest.fixture
+def five(tmp_path):
+    root = tmp_path / "five"
+    with Snapshots(root, keep_last=None) as snapshots:
+        for step in range(1, 6):
+            snapshots.save(step, {"w": torch.full((10,), float(step))}).wait()
+    return root
+
+
+def steps(root):
+    return sorted(int(path.name[5:]) for path in root.glob("step-*"))
+
+
+def test_prune_keeps_the_newest_every_nth_and_the_pinned(five, capsys):
+    assert answer(capsys, "pin", f"{five}@1") == (0, {"pinned": str(five / "step-000000001")})
+    code, report = answer(capsys, "prune", five, "--keep", "1", "--every", "2", "--dry-run")
+    assert (
+        code == 0 and report["dry_run"] and report["removed"] == ["step-000000003"] and steps(five) == [1, 2, 3, 4, 5]
+    )
+    assert answer(capsys, "ls", five)[1]["snapshots"][-1]["pinned"] is True
+    code, report = answer(capsys, "prune", five, "--keep", "1", "--every", "2")
+    assert code == 0 and report["removed"] == ["step-000000003"] and steps(five) == [1, 2, 4, 5]
+    assert report["kept"] == {
+        "step-000000001": "pinned",
+        "step-000000002": "a multiple of 2",
+        "step-000000004": "a multiple of 2",
+        "step-000000005": "one of the newest 1",
+    }
+    assert answer(capsys, "unpin", f"{five}@1")[1]["was_pinned"] is True
+    assert answer(capsys, "unpin", f"{five}@1")[1]["was_pinned"] is False and not pinned_folders(five)
+    with reading(five / "step-000000002"):
+        code, report = answer(capsys, "prune", five, "--keep", "1")
+    assert report["removed"] == ["step-000000001", "step-000000004"] and report["being_read"] == ["step-000000002"]
+
+
+def test_prune_never_removes_the_last_good_one(five, capsys):
+    """The newest has a flipped byte that its manifest does not show: the older ones are all there is."""
+    for step in (4, 5):
+        path = five / f"step-{step:09d}" / "r00000.safetensors"
+        flip(path, path.stat().st_size - 1)
+    for keep in ("1", "2"):
+        code, report = answer(capsys, "prune", five, "--keep", keep)
+        assert code == 1 and "none of those that would stay is good: step-000000005" in report["error"]
+        assert steps(five) == [1, 2, 3, 4, 5]
+    code, report = answer(capsys, "prune", five, "--keep", "3")
+    assert code == 0 and report["removed"] == ["step-000000001", "step-000000002"]
+    (five / "step-000000005" / "MANIFEST.json").write_bytes(b"")
+    code, report = answer(capsys, "prune", five, "--keep", "2")  # counts good manifests only
+    assert code == 0 and report["removed"] == [] and "damaged" in report["kept"]["step-000000005"]
+
+
+def test_prune_needs_the_lock_and_sense(five, tmp_path, capsys):
+    with Snapshots(five):
+        code, report = answer(capsys, "prune", five, "--keep", "1")
+        assert code == 3 and f"held by process {os.getpid()}" in report["error"]
+        assert answer(capsys, "prune", five, "--keep", "1", "--dry-run")[0] == 0
+    assert steps(five) == [1, 2, 3, 4, 5]
+    assert answer(capsys, "prune", five, "--keep", "0")[0] == 2
+    assert answer(capsys, "prune", tmp_path, "--keep", "1")[0] == 2
+    assert main(["prune", str(five)]) == 2
+    assert "--keep" in capsys.readouterr().err
+    assert answer(capsys, "pin", five / "step-000000077")[0] == 2
+    assert answer(capsys, "pin", tmp_path / "nowhere")[0] == 2
+
+
+def save_three_ranks(root):
+    def work(rank):
+        part = Sharded(torch.arange(6000.0).reshape(6, 1000)[rank * 2 : rank * 2 + 2], (6, 1000), (rank * 2, 0))
+        with Snapshots(root, rank=rank, world_size=3, session=1) as snapshots:
+            snapshots.save(1, {"w": part, "n": 1}).wait()
+
+    on_ranks(3, work)
+
+
+CODINGS = {"plain": [], "zstd": ["--compress"], "sealed": ["--encrypt"], "both": ["--level", "3", "--encrypt"]}
+
+
+@pytest.mark.parametrize("coding", CODINGS)
+def test_a_snapshot_of_many_ranks_is_copied_and_back(tmp_path, capsys, coding):
+    if "zstd" in coding or coding == "both":
+        pytest.importorskip("zstandard", reason="compression needs zstandard")
+    key = ["--key-file", tmp_path / "key"] if "--encrypt" in CODINGS[coding] else []
+    (tmp_path / "key").write_text("ab" * 32)
+    save_three_ranks(tmp_path / "run")
+    code, report = answer(capsys, "copy", tmp_path / "run", tmp_path / "far", *CODINGS[coding])
+    if key:
+        assert code == 2 and "give Snapshots a key" in report["error"]
+        with Snapshots(tmp_path / "signed", key_file=tmp_path / "key") as snapshots:
+            snapshots.save(1, {"w": torch.arange(6000.0).reshape(6, 1000), "n": 1}).wait()
+        shutil.rmtree(tmp_path / "run")
+        (tmp_path / "signed").rename(tmp_path / "run")
+        code, report = answer(capsys, "copy", tmp_path / "run", tmp_path / "far", *CODINGS[coding], *key)
+    assert code == 0 and report["copy"] == str(tmp_path / "far" / "step-000000001"), report
+    assert answer(capsys, "verify", tmp_path / "far", *key)[0] == 0
+    assert answer(capsys, "copy", tmp_path / "run", tmp_path / "far", *key)[1]["copy"] == report["copy"]  # is there
+    code, report = answer(capsys, "copy", tmp_path / "far", tmp_path / "back", *key)  # decoded on the way
+    assert code == 0, report
+    ours, theirs = (tmp_path / name / "step-000000001" for name in ("run", "back"))
+    assert {p.name: p.read_bytes() for p in ours.iterdir()} == {p.name: p.read_bytes() for p in theirs.iterdir()}
+
+
+def test_a_snapshot_is_copied_to_a_url_and_back(tmp_path, capsys):
+    url = f"memory://{tmp_path.name}/run"
+    save_three_ranks(tmp_path / "run")
+    code, report = answer(capsys, "copy", tmp_path / "run", url)
+    assert code == 0 and report["copy"].startswith(f"{url}/step-000000001."), report
+    for source in (url, f"{url}@1"):
+        code, report = answer(capsys, "copy", source, tmp_path / "back")
+        assert code == 0, report
+    assert answer(capsys, "diff", tmp_path / "run", tmp_path / "back")[0] == 0
+    assert len(list((tmp_path / "back").glob("step-*"))) == 1
+    assert answer(capsys, "copy", f"{url}@2", tmp_path / "back")[0] == 2
+
+
+def test_a_copy_needs_the_lock_the_run_and_a_good_source(run, five, tmp_path, capsys):
+    assert answer(capsys, "copy", run, tmp_path / "far")[0] == 0
+    with Snapshots(tmp_path / "far"):
+        assert answer(capsys, "copy", f"{run}@1", tmp_path / "far")[0] == 3
+    code, report = answer(capsys, "copy", five, tmp_path / "far")
+    assert code == 2 and "belongs to run" in report["error"]
+    path = run / "step-000000001" / "r00000.safetensors"
+    flip(path, path.stat().st_size - 1)
+    code, report = answer(capsys, "copy", f"{run}@1", tmp_path / "far")
+    assert code == 1 and "block 0" in report["error"] and steps(tmp_path / "far") == [2]
+
+
+def test_bench_writes_and_reads_the_disk(tmp_path, capsys):
+    code, report = answer(capsys, "bench", tmp_path, "--mib", "4")
+    assert code == 0 and report["num_bytes"] == 4 << 20 and report["write_s"] > 0 and report["read_s"] > 0
+    assert list(tmp_path.iterdir()) == []
+    assert main(["bench", str(tmp_path), "--mib", "1"]) == 0
+    assert "plait bench run snapshots" in capsys.readouterr().out
+    assert answer(capsys, "bench", tmp_path, "--mib", "0")[0] == 2
+
+
+class Terminal(io.StringIO):
+    def __init__(self):
+        super().__init__()
+        self.shown = threading.Event()
+
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        self.shown.set()
+        return super().write(text)
+
+
+def test_a_terminal_gets_a_bar_and_a_log_gets_lines(capsys):
+    out = Terminal()
+    with progress("verify", 2048, lambda: 1024, quiet=False, out=out):
+        assert out.shown.wait(60)
+    assert "verify [###############...............]  50% 1.0 KiB of 2.0 KiB" in out.getvalue()
+    assert out.getvalue().endswith("\r\x1b[K")  # the bar is gone when the work is done
+    plain = io.StringIO()
+    with progress("verify", 2048, lambda: 1024, quiet=False, out=plain):
+        pass
+    assert plain.getvalue() == ""
+    assert line("copy", 512, 2048, 2.0, bar=False) == "copy  25% 512 B of 2.0 KiB, 256 B/s"
+    assert "100%" in line("copy", 0, 0, 0.0, bar=True)
+    with progress("verify", 1, lambda: 1 // 0, quiet=True, out=out):
+        pass
