@@ -37,6 +37,7 @@ from plait.ckpt.manifest import (
 from plait.ckpt.read_plan import WINDOW_BYTES, FileKey, Move, Target, copy_bits, moves_of, round_up, windows
 from plait.ckpt.tables import Table, build_table, check_covered
 
+BLOCK_UNIT = 4096  # blocks begin where direct I/O can
 MAX_BLOCK_BYTES = 64 << 20  # of a file of any writer: what a reader may have to hold at once
 Request = tuple[int, int, int]  # file offset, bytes, address
 
@@ -72,6 +73,8 @@ def read_manifest(io: _C.Io, folder: Path, key: Key | None = None) -> Manifest:
 
 def check_names(manifest: Manifest, where: str) -> None:
     """Raises SnapshotDamaged unless the manifest lists the files of its ranks and nothing else."""
+    if manifest.world_size > len(manifest.files):
+        raise SnapshotDamaged(f"{where} lists {len(manifest.files)} files for {manifest.world_size} ranks")
     wanted = {fragment_name(rank) for rank in range(manifest.world_size)} | {OBJECTS}
     names = {entry.name for entry in manifest.files}
     data = [FILE_NAME.fullmatch(name) for name in names - wanted]
@@ -285,7 +288,8 @@ class SnapshotReader:
 
     def _check_file(self, file: DataFile, entry: FileEntry | None) -> None:
         """Sizes and checksums before anything is allocated. entry: None for a file that is stored in parts."""
-        blocks = -(-file.bytes // file.block_bytes) if 0 < file.block_bytes <= MAX_BLOCK_BYTES else -1
+        legal = 0 < file.block_bytes <= MAX_BLOCK_BYTES and file.block_bytes % BLOCK_UNIT == 0
+        blocks = -(-file.bytes // file.block_bytes) if legal else -1
         said = entry is None or (file.bytes, file.digest) == (entry.bytes, entry.sha256)
         if not said or blocks != len(file.crc32c):
             raise SnapshotDamaged(f"'{self.folder / file.name}': its checksums are not those that the manifest says")

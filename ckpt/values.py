@@ -64,7 +64,7 @@ def decode(value: Any, where: str) -> Any:
     tag, content = tags[0], value[tags[0]]
     try:
         return _decode_tag(tag, content, where)
-    except (ArithmeticError, AttributeError, TypeError, KeyError, ValueError, RuntimeError) as error:
+    except (ArithmeticError, AttributeError, TypeError, KeyError, ValueError, RuntimeError, struct.error) as error:
         if isinstance(error, SnapshotDamaged):
             raise
         raise SnapshotDamaged(f"{where}: {tag} has a wrong content ({error})") from error

@@ -117,8 +117,11 @@ class BlockReader {
       }
     }
     starts_.push_back(parts_.size());
-    for (int i = 0; i < options.threads; ++i) {
-      buffers_.emplace_back(block_bytes_);
+    // No more than the file has, whatever its block size is said to be.
+    const uint64_t most =
+        std::min(block_bytes_, round_up(file_bytes_, kDirectAlignment));
+    for (int i = 0; i < options.threads && most > 0; ++i) {
+      buffers_.emplace_back(most);
     }
     if (options.direct && num_blocks() > 0) {
       direct_ = std::make_unique<File>(io, path, O_RDONLY);

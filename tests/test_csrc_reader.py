@@ -60,6 +60,17 @@ def test_the_whole_file(path, direct, cached, threads_count):
     assert data == DATA and count == SIZE
 
 
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_block_size_far_above_the_file_takes_no_more_memory_than_the_file(path, cached):
+    """A buffer had the size of a block, which the file's writer says: no machine has this one."""
+    if not cached:
+        drop_cache(path)
+    target = bytearray(SIZE)
+    requests = [(1, SIZE - 1, address_of(target))]
+    _C.read_ranges(_C.PosixIo(), path, SIZE, [_C.crc32c(DATA)], requests, block_bytes=1 << 46)
+    assert target[: SIZE - 1] == DATA[1:]
+
+
 @pytest.mark.parametrize("shift", [0, 1, 64])
 @pytest.mark.parametrize("cached", [True, False])
 def test_into_aligned_and_odd_addresses(path, cached, shift):

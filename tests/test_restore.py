@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import struct
 import zipfile
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -388,6 +391,40 @@ def test_a_flipped_bit_in_every_4_kib_of_every_file_is_found(two_snapshots):
             flip(path, at, bit=tried % 8)
             tried += 1
     assert tried > 20 and restored_seed(two_snapshots) == 2
+
+
+def rewrite(folder: Path, name: str, change: Callable[[dict[str, Any]], None]) -> None:
+    """Changes a JSON file of a snapshot and makes all digests right again."""
+
+    def with_digest(raw: dict[str, Any]) -> bytes:
+        line = json.dumps(raw).encode()
+        return line + b"\nsha256:" + hashlib.sha256(line).hexdigest().encode() + b"\n"
+
+    raw = {n: json.loads((folder / n).read_bytes().partition(b"\n")[0]) for n in {name, "MANIFEST.json"}}
+    change(raw[name])
+    if name != "MANIFEST.json":
+        data = with_digest(raw[name])
+        (folder / name).write_bytes(data)
+        entry = next(entry for entry in raw["MANIFEST.json"]["files"] if entry["name"] == name)
+        entry["bytes"], entry["sha256"] = len(data), hashlib.sha256(data).hexdigest()
+    (folder / "MANIFEST.json").write_bytes(with_digest(raw["MANIFEST.json"]))
+
+
+@pytest.mark.parametrize("block_bytes", [(4 << 20) + 1, 5_000_000])
+def test_a_block_size_that_no_reader_takes_is_damage_and_not_a_value_error(two_snapshots, block_bytes):
+    folder = two_snapshots / "step-000000002"
+    rewrite(folder, "r00000.json", lambda raw: raw["file"].update(block_bytes=block_bytes))
+    with pytest.raises(SnapshotDamaged, match="checksums"):
+        SnapshotReader(folder).verify(0)
+    assert restored_seed(two_snapshots) == 1
+
+
+def test_a_manifest_of_too_many_ranks_is_refused_at_once_instead_of_counting_them(two_snapshots):
+    folder = two_snapshots / "step-000000002"
+    rewrite(folder, "MANIFEST.json", lambda raw: raw.update(world_size=(1 << 63) - 1))
+    with pytest.raises(SnapshotDamaged, match="files for 9223372036854775807 ranks"):
+        SnapshotReader(folder)
+    assert restored_seed(two_snapshots) == 1
 
 
 def test_a_zeroed_page_is_found(two_snapshots):

@@ -68,7 +68,7 @@ def test_counter_complex_and_small_tensors_of_a_rank():
     "bad",
     [{"$float": "x"}, {"$float": 1}, {"$nope": 1}, {"$bytes": "*"}, {"$tuple": 3}, {"$float": "0x1p0", "a": 1}]
     + [{"$dict": [1]}, {"$tensor": {}}, {"$float": "nan:3ff0000000000000"}, {"$dict": [[{"$dict": []}, 1]]}]
-    + [{"$tensor": {"dtype": "load", "shape": [1], "data": ""}}, {"$complex": ["0x0p0"]}],
+    + [{"$tensor": {"dtype": "load", "shape": [1], "data": ""}}, {"$complex": ["0x0p0"]}, {"$float": "nan:"}],
 )
 def test_wrong_tags_are_damage_not_code(bad):
     with pytest.raises(SnapshotDamaged):
