@@ -38,18 +38,17 @@ File::~File() {
 }
 
 bool File::try_direct() {
-  int64_t result = -EINTR;
-  while (result == -EINTR) {
-    result = io_.set_direct(fd_, true);
-  }
-  if (refuses_direct(result)) {
+  int64_t refused = 0;
+  check("set_direct", path_, [&] {
+    const int64_t result = io_.set_direct(fd_, true);
+    refused = refuses_direct(result) ? -result : 0;
+    return refused != 0 ? 0 : result;
+  });
+  if (refused != 0) {
     std::lock_guard<std::mutex> lock(mutex_);
     fallback_reason_ = std::string("O_DIRECT refused: ") +
-                       std::strerror(static_cast<int>(-result));
+                       std::strerror(static_cast<int>(refused));
     return false;
-  }
-  if (result < 0) {
-    throw_errno(static_cast<int>(-result), "set_direct", path_);
   }
   direct_ = true;
   return true;

@@ -14,7 +14,7 @@ import threading
 import pytest
 
 from plait import _C
-from tests.csrc_memory import descriptors
+from tests.csrc_memory import address_of, descriptors
 
 DATA = b"every byte of a small file " * 50
 
@@ -138,6 +138,14 @@ def test_every_operation_interrupted_is_done_again(tmp_path, index):
 def test_interrupts_for_ever_end(tmp_path):
     with pytest.raises(InterruptedError):
         _C.write_small(_C.FaultIo([(1, "errno", errno.EINTR)], sticky=True), tmp_path / "f", DATA)
+
+
+def test_direct_io_interrupted_for_ever_ends(tmp_path):
+    """It was asked for again without an end, and took all memory with the log of it."""
+    io, data = _C.FaultIo([(1, "errno", errno.EINTR)], sticky=True), bytearray(8192)
+    with pytest.raises(InterruptedError, match="set_direct"):
+        _C.write_file(io, tmp_path / "f", b"", [(address_of(data), 8192, 0)], 8192)
+    assert io.ops[1][0] == "set_direct"
 
 
 @pytest.mark.parametrize("bytes_moved", [0, 1, len(DATA) - 1])
