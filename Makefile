@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -P -m pytest
 # Two workers on two cores; each test that starts ranks forks them from one prepared server.
 WORKERS ?= 2
 
-.PHONY: help build train test test-fast test-long lint types bench clean
+.PHONY: help build train test test-fast test-long sanitize fuzz lint types bench clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/'
@@ -46,6 +46,14 @@ test-fast: build ## the tests that start no ranks and compile nothing
 test-long: build ## the longer walks: more kills, more faults, more grids
 	$(PYTEST) tests -n $(WORKERS) -m "long and not gpu and not interpret"
 	TRITON_INTERPRET=1 $(PYTEST) tests -n $(WORKERS) -m "long and interpret"
+
+sanitize: build ## the extension's own tests on builds with ASan, UBSan and TSan
+	$(BIN)/python -P tests/sanitize.py address
+	$(BIN)/python -P tests/sanitize.py undefined
+	$(BIN)/python -P tests/sanitize.py thread
+
+fuzz: build ## an hour of damaged snapshots for all that reads one
+	$(BIN)/python -m tests.fuzz_manifest --seconds 3600
 
 lint: build ## ruff: rules and format
 	$(BIN)/ruff check .
