@@ -8,7 +8,15 @@ CPU in the order of the tokens (torch's dense embedding gradient), on CUDA in wi
 import torch
 
 from plait.kernels.embed_triton import add_rows, lookup
-from plait.kernels.launch import below_autograd, check, check_device, check_floating, register, use_triton
+from plait.kernels.launch import (
+    below_autograd,
+    check,
+    check_device,
+    check_floating,
+    once_differentiable,
+    register,
+    use_triton,
+)
 from plait.kernels.tables import shares_memory
 
 
@@ -79,6 +87,7 @@ class _Embedding(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout):
         (tokens,) = ctx.saved_tensors
         if ctx.padding_idx is not None:

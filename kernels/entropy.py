@@ -12,7 +12,15 @@ from collections.abc import Callable
 
 import torch
 
-from plait.kernels.launch import check, check_device, check_floating, compute_dtype, register, use_triton
+from plait.kernels.launch import (
+    check,
+    check_device,
+    check_floating,
+    compute_dtype,
+    once_differentiable,
+    register,
+    use_triton,
+)
 from plait.kernels.loss_triton import grad_launch, stats_launch
 
 AllReduce = Callable[[torch.Tensor, str], torch.Tensor]
@@ -206,6 +214,7 @@ class _CrossEntropy(torch.autograd.Function):
         )
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dloss):
         logits, target, lse, counts = ctx.saved_tensors
         dloss = torch.where(counts, dloss, 0.0)

@@ -24,6 +24,7 @@ from plait.kernels.launch import (
     check_device,
     check_floating,
     compute_dtype,
+    once_differentiable,
     register,
     use_triton,
 )
@@ -68,6 +69,7 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout, dlse):
         q, k, v, out, lse, sinks, rng, cu_q, cu_k = ctx.saved_tensors
         if dout is None:

@@ -18,6 +18,7 @@ from plait.kernels.launch import (
     check_floating,
     compute_dtype,
     next_power_of_two,
+    once_differentiable,
     register,
     rows_of,
     triton_dtype,
@@ -207,6 +208,7 @@ class _SwiGLU(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout):
         return swiglu_grad_op(dout, *ctx.saved_tensors)
 
@@ -236,6 +238,7 @@ class _GeGLU(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout):
         return _geglu_grad(dout, *ctx.saved_tensors, ctx.tanh), None
 

@@ -51,15 +51,22 @@ class Launch(NamedTuple):
         }
 
     def run(self) -> None:
-        """Triton's own way from the arguments to a compiled kernel takes 30 us where a look-up takes 5."""
+        """On the card and the current stream of the first argument, a tensor, whichever card is current.
+
+        Triton's own way from the arguments to a compiled kernel takes 30 us where a look-up takes 5.
+        """
         if not isinstance(self.kernel, triton.JITFunction):  # interpreted
             self.kernel[self.grid](*self.arguments, **self.keywords())
             return
+        device, home = triton.runtime.driver.active.get_current_device(), self.arguments[0].get_device()
+        if home != device and home >= 0:
+            with torch.cuda.device(home):
+                self.run()
+            return
         names, values = tuple(self.constants), tuple(self.constants.values())
         kernel, constants = _compiled(
-            self.kernel, triton.runtime.driver.active.get_current_device(), signature_of(self.arguments),
-            names, values, self.num_warps, self.num_stages,
-        )  # fmt: skip
+            self.kernel, device, signature_of(self.arguments), names, values, self.num_warps, self.num_stages
+        )
         kernel[(*self.grid, 1, 1)[:3]](*self.arguments, *constants)
 
 
@@ -180,6 +187,54 @@ def _quick(kernel: Callable[..., Any], autograd: Callable[..., Any]) -> Callable
     return call
 
 
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCUDA
+)
+
+
+def _without_autocast(op: Callable[..., Any]) -> Callable[..., Any]:
+    """`op` as it is outside of torch.autocast: its dtypes are those of its arguments, in the kernel too."""
+
+    def call(*arguments: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            return op(*arguments)
+
+    return call
+
+
+class _Refusal(torch.autograd.Function):
+    """Gives the first `count` of `tensors`, which then depend on all of them, and have no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, message: str, count: int, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.message = message
+        return tensors[:count]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        raise RuntimeError(ctx.message)
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A Function's `backward` whose gradients have none of their own: to ask for one is an error, not a wrong number.
+
+    torch's function of this name takes them for constants where only a saved tensor requires a gradient.
+    """
+    name = backward.__qualname__.split(".")[0].lstrip("_")
+    message = f"plait.kernels: {name} has no second derivative; expected a plain backward, or its oracle (..._ref)"
+
+    @functools.wraps(backward)
+    def call(ctx: Any, *grads: Any) -> Any:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        outputs = found if isinstance(found, tuple) else (found,)
+        return _Refusal.apply(message, len(outputs), *outputs, *grads, *ctx.saved_tensors)
+
+    return call
+
+
 def register(
     schema: str,
     kernel: Callable[..., Any],
@@ -190,6 +245,7 @@ def register(
 
     `kernel` serves every device, `fake` gives the outputs' shapes, `autograd` is the Autograd-key kernel (absent: the
     op has no gradient), asked only where there may be a gradient. The compiler keeps the inputs' stride order.
+    torch.autocast changes nothing.
     """
     name = schema.split("(", 1)[0]
     qualified = f"plait::{name}"
@@ -199,7 +255,10 @@ def register(
     torch.library.register_fake(qualified, fake)
     if autograd is not None:
         torch.library.impl(qualified, "Autograd", _quick(kernel, autograd))
-    return getattr(torch.ops.plait, name).default
+    op = getattr(torch.ops.plait, name).default
+    for key in ("AutocastCPU", "AutocastCUDA"):
+        torch.library.impl(qualified, key, _without_autocast(op))
+    return op
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:

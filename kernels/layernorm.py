@@ -14,6 +14,7 @@ from plait.kernels.launch import (
     below_autograd,
     check_floating,
     compute_dtype,
+    once_differentiable,
     register,
     use_triton,
     widened,
@@ -103,6 +104,7 @@ class _LayerNorm(torch.autograd.Function):
         return y, mean, rstd
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy, *_):
         dx, dweight, dbias = _layer_norm_grad(dy, *ctx.saved_tensors, None, ctx.has_bias)
         needs = ctx.needs_input_grad
@@ -122,6 +124,7 @@ class _LayerNormResidual(torch.autograd.Function):
         return y, h, mean, rstd
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy, dh, *_):
         dx, dweight, dbias = _layer_norm_grad(dy, *ctx.saved_tensors, dh, ctx.has_bias)
         needs = ctx.needs_input_grad

@@ -27,7 +27,7 @@ from plait.kernels.entropy import (
     stats_like,
     token_loss,
 )
-from plait.kernels.launch import check, check_device, check_floating, compute_dtype, register
+from plait.kernels.launch import check, check_device, check_floating, compute_dtype, once_differentiable, register
 from plait.kernels.loss_chunks import head_grad, head_once, head_stats
 
 
@@ -128,6 +128,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return _token_loss((lse, hit, total), counts, terms)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dloss):
         x, weight, target, lse, counts = ctx.saved_tensors
         dx, dweight = linear_cross_entropy_grad(
@@ -168,6 +169,7 @@ class _LinearCrossEntropyOnce(torch.autograd.Function):
         return value
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dvalue):
         x, weight, target, lse, dloss, dweights, *kept = ctx.saved_tensors
         needs = ctx.needs_input_grad

@@ -15,7 +15,15 @@ import torch
 from plait.kernels.activations import ACTIVATIONS
 from plait.kernels.dropout_op import check_rng
 from plait.kernels.gated import swiglu_grad_op
-from plait.kernels.launch import below_autograd, check, check_device, check_floating, register, use_triton
+from plait.kernels.launch import (
+    below_autograd,
+    check,
+    check_device,
+    check_floating,
+    once_differentiable,
+    register,
+    use_triton,
+)
 from plait.kernels.matmul_direct import (
     activation_backward,
     dgrad,
@@ -76,6 +84,7 @@ class _LinearAct(torch.autograd.Function):
         return out, pre
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout, _):
         x, weight, pre, rng = ctx.saved_tensors
         need_x, need_weight, need_bias, need_residual = ctx.needs_input_grad[:4]
@@ -102,6 +111,7 @@ class _LinearSwiGLU(torch.autograd.Function):
         return out, gate_up
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout, _):
         x, weight, gate_up = ctx.saved_tensors
         dgate_up = swiglu_grad_op(dout, gate_up)

@@ -15,6 +15,7 @@ from plait.kernels.launch import (
     below_autograd,
     check_floating,
     compute_dtype,
+    once_differentiable,
     register,
     use_triton,
     widened,
@@ -106,6 +107,7 @@ class _RMSNorm(torch.autograd.Function):
         return y, rstd
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy, _):
         dx, dweight = _rms_norm_grad(dy, *ctx.saved_tensors, None)
         return dx, dweight if ctx.needs_input_grad[1] else None, None
@@ -123,6 +125,7 @@ class _RMSNormResidual(torch.autograd.Function):
         return y, h, rstd
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy, dh, _):
         dx, dweight = _rms_norm_grad(dy, *ctx.saved_tensors, dh)
         return dx, dx, dweight if ctx.needs_input_grad[2] else None, None

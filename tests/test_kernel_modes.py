@@ -1,0 +1,136 @@
+"""The ops under the modes of torch that change what a call means: autocast, gradients of gradients, another card."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+
+from plait import kernels
+from plait.bench import suite_launch
+from plait.kernels import launch
+from plait.kernels.launch import Launch
+from tests.cases import needs_compiler, needs_plain, normal
+
+pytestmark = needs_plain
+TARGET = torch.tensor([0, 2, 1])
+
+# name -> (op, its oracle, shapes of what it differentiates); one argument after the other is a leaf.
+OPS = {
+    "linear": (kernels.linear, kernels.linear_ref, ((3, 4), (6, 4))),
+    "linear silu": (
+        lambda x, w: kernels.linear(x, w, activation="silu"),
+        lambda x, w: kernels.linear_ref(x, w, activation="silu"),
+        ((3, 4), (6, 4)),
+    ),
+    "linear_swiglu": (kernels.linear_swiglu, kernels.linear_swiglu_ref, ((3, 4), (6, 4))),
+    "swiglu": (kernels.swiglu, kernels.swiglu_ref, ((3, 4),)),
+    "geglu": (kernels.geglu, kernels.geglu_ref, ((3, 4),)),
+    "rms_norm": (kernels.rms_norm, kernels.rms_norm_ref, ((3, 4), (4,))),
+    "layer_norm": (kernels.layer_norm, kernels.layer_norm_ref, ((3, 4), (4,), (4,))),
+    "attention": (kernels.attention, kernels.attention_ref, ((1, 3, 2, 16),) * 3),
+    "cross_entropy": (
+        lambda x: kernels.cross_entropy(x, TARGET), lambda x: kernels.cross_entropy_ref(x, TARGET), ((3, 5),)
+    ),
+    "linear_cross_entropy": (
+        lambda x, w: kernels.linear_cross_entropy(x, w, TARGET),
+        lambda x, w: kernels.linear_cross_entropy_ref(x, w, TARGET),
+        ((3, 4), (5, 4)),
+    ),
+    "linear_cross_entropy, gradients in the backward": (
+        lambda x, w: kernels.linear_cross_entropy(x, w, TARGET, grad_in_forward=False),
+        lambda x, w: kernels.linear_cross_entropy_ref(x, w, TARGET),
+        ((3, 4), (5, 4)),
+    ),
+}  # fmt: skip
+TWICE = ("linear",)  # the others have one derivative
+
+
+def _leaves(shapes, dtype):
+    return [normal(*shape, seed=i).to(dtype).requires_grad_() for i, shape in enumerate(shapes)]
+
+
+def _gradients(op, leaves):
+    return torch.autograd.grad(op(*leaves).square().sum(), leaves, create_graph=True)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_gradient_with_a_graph_is_the_gradient(name):
+    op, oracle, shapes = OPS[name]
+    leaves = _leaves(shapes, torch.float64)
+    for found, expected in zip(_gradients(op, leaves), _gradients(oracle, leaves), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_second_derivative_is_right_or_refused_and_never_a_part_of_it(name):
+    op, oracle, shapes = OPS[name]
+    leaves = _leaves(shapes, torch.float64)
+
+    def second(function):
+        # The cubes have a second derivative of their own, which alone would be a wrong answer.
+        first = _gradients(lambda *xs: function(*xs).sum() + sum(x.pow(3).sum() for x in xs), leaves)
+        return torch.autograd.grad(sum(x.square().sum() for x in first), leaves)
+
+    if name not in TWICE:
+        with pytest.raises(RuntimeError, match="has no second derivative"):
+            second(op)
+        return
+    for found, expected in zip(second(op), second(oracle), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_autocast_changes_neither_dtype_nor_bits(name):
+    """Inside of an op torch's own products would turn to bf16: on the CPU, and on a card where torch multiplies."""
+    op, _, shapes = OPS[name]
+    leaves = _leaves(shapes, torch.float32)
+    expected = op(*leaves)
+    gradients = torch.autograd.grad(expected.sum(), leaves)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = op(*leaves)
+        with torch.no_grad():
+            assert torch.equal(op(*leaves), expected)
+        under = torch.autograd.grad(found.sum(), leaves)
+    assert found.dtype == torch.float32 and torch.equal(found, expected)
+    assert all(torch.equal(a, b) for a, b in zip(under, gradients, strict=True))
+
+
+@needs_compiler
+def test_a_tensor_of_another_card_is_computed_on_its_own(monkeypatch):
+    """Launched on the current card it would be read across cards, on a stream that waits for nothing, or fault."""
+    current, seen = [0], []
+
+    class Guard:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            self.before, current[0] = current[0], self.device
+
+        def __exit__(self, *error):
+            current[0] = self.before
+
+    class OnCard(torch.Tensor):
+        def get_device(self):
+            return 1
+
+    class Kernel(triton.JITFunction):
+        def __init__(self):
+            self.arg_names = ["x_ptr"]
+
+        def __hash__(self):
+            return 2
+
+        def __eq__(self, other):
+            return self is other
+
+    def compiled(kernel, device, *others):
+        return {(5, 1, 1): lambda *arguments: seen.append((device, current[0]))}, ()
+
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    monkeypatch.setattr(launch, "_compiled", compiled)
+    with suite_launch.stubbed():
+        monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(get_current_device=lambda: current[0]))
+        Launch(Kernel(), (5,), (torch.zeros(4).as_subclass(OnCard),), {}).run()
+    assert seen == [(1, 1)] and current == [0]
