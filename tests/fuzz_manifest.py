@@ -23,6 +23,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -39,24 +40,8 @@ LIMIT_S = 20  # for one input
 MEMORY_BYTES = 256 << 20  # the inputs have about 50 KB
 Files = dict[str, bytes]
 
-_NUMBERS = [
-    0,
-    1,
-    -1,
-    2,
-    7,
-    511,
-    4096,
-    4097,
-    1 << 22,
-    1 << 26,
-    1 << 31,
-    (1 << 32) - 1,
-    1 << 40,
-    (1 << 63) - 1,
-    1 << 63,
-]
-_NUMBERS += [1 << 64, 10**30, 0.5, 1e308, -0.0]
+_NUMBERS: list[Any] = [0, 1, -1, 2, 7, 511, 4096, 4097, *(1 << n for n in (22, 26, 31, 40, 63, 64)), (1 << 32) - 1]
+_NUMBERS += [(1 << 63) - 1, 10**30, 0.5, 1e308, -0.0]
 _TEXTS = ["", "../../x", "/etc/passwd", "r00000.json", "r00000.safetensors", "r00001.s000000001.safetensors"]
 _TEXTS += [
     "\x00",
@@ -279,7 +264,7 @@ def run(seconds: float, seed_number: int, most: int, findings: Path | None) -> C
             seed = chance.choice(seeds)
             files, is_right = mutate(seed, chance)
             try:
-                outcome = _limited(lambda a=(seed, files, is_right): try_input(*a, Path(text) / "input"))
+                outcome = _limited(partial(try_input, seed, files, is_right, Path(text) / "input"))
             except Exception as error:
                 if findings is None:
                     raise AssertionError(f"input {number} of seed {seed_number} ({seed.name})") from error

@@ -59,7 +59,7 @@ def run_tests(module: Path, arguments: list[str]) -> int:
 
     import plait
 
-    plait._C = extension
+    vars(plait)["_C"] = extension
     print(f"plait._C is {extension.__file__}", flush=True)
     return int(pytest.main(arguments))
 

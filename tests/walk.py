@@ -90,7 +90,7 @@ def _save_all(root: Path, ios: Ios, steps: tuple[int, ...], state: Any = plain_s
     session = secrets.randbits(60)
 
     def rank_main(rank: int) -> None:
-        ranks = {"rank": rank, "world_size": len(ios), "session": session, "timeout_s": TIMEOUT_S}
+        ranks: dict[str, Any] = {"rank": rank, "world_size": len(ios), "session": session, "timeout_s": TIMEOUT_S}
         with Snapshots(root, io=ios[rank], **ranks, **options) as snapshots:
             for step in steps:
                 snapshots.save(step, state(step, rank))
@@ -173,8 +173,8 @@ def restored(cycle: Cycle, root: Path, where: object) -> int:
     session = secrets.randbits(60)
 
     def on_rank(rank: int) -> int:
-        ranks = {"rank": rank, "world_size": cycle.ranks, "session": session, "timeout_s": 20.0}
-        options = ranks if cycle.ranks > 1 else {}
+        ranks: dict[str, Any] = {"rank": rank, "world_size": cycle.ranks, "session": session, "timeout_s": 20.0}
+        options: dict[str, Any] = ranks if cycle.ranks > 1 else {}
         snapshots = Snapshots(root, read_only=True, key=cycle.key, **options)
         found = snapshots.restore(blank(cycle.state(0, rank)))
         assert same(found.values, cycle.state(found.step, rank)), f"not the bits of step {found.step}: {where}"
