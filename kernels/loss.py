@@ -27,7 +27,15 @@ from plait.kernels.entropy import (
     stats_like,
     token_loss,
 )
-from plait.kernels.launch import check, check_device, check_floating, compute_dtype, once_differentiable, register
+from plait.kernels.launch import (
+    check,
+    check_device,
+    check_floating,
+    compute_dtype,
+    once_differentiable,
+    register,
+    watched,
+)
 from plait.kernels.loss_chunks import head_grad, head_once, head_stats
 
 
@@ -213,7 +221,8 @@ def _shares(
 
 def _scale_(total: torch.Tensor, factor: torch.Tensor) -> None:
     """total *= factor; where a look at the factor costs no wait, a factor of 1 is no pass over memory."""
-    if factor.device.type != "cpu" or float(factor) != 1.0:
+    looked_at = factor.device.type == "cpu" and type(factor) is torch.Tensor and not watched()
+    if not looked_at or float(factor) != 1.0:
         total.mul_(factor)
 
 

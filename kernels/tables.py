@@ -139,7 +139,8 @@ def with_chunks(rows: Sequence[Sequence[int]], chunk: int) -> tuple[list[int], i
     return flat, num_chunks
 
 
-@triton.jit(do_not_specialize=[f"n{i}" for i in range(_NUM_WRITTEN)])
+# One compiled form for all numbers and counts: what `_compile_writer` loads is what a capture finds.
+@triton.jit(do_not_specialize=["count", *(f"n{i}" for i in range(_NUM_WRITTEN))])
 def _write_numbers(
     table_ptr, count,
     n0: tl.int64, n1: tl.int64, n2: tl.int64, n3: tl.int64, n4: tl.int64, n5: tl.int64, n6: tl.int64, n7: tl.int64,

@@ -1,14 +1,16 @@
 """The ops under the modes of torch that change what a call means: autocast, gradients of gradients, another card."""
 
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
 import torch
 import triton
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from plait import kernels
 from plait.bench import suite_launch
-from plait.kernels import launch
+from plait.kernels import launch, tables
 from plait.kernels.launch import Launch
 from tests.cases import needs_compiler, needs_plain, normal
 
@@ -134,3 +136,28 @@ def test_a_tensor_of_another_card_is_computed_on_its_own(monkeypatch):
         monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(get_current_device=lambda: current[0]))
         Launch(Kernel(), (5,), (torch.zeros(4).as_subclass(OnCard),), {}).run()
     assert seen == [(1, 1)] and current == [0]
+
+
+@needs_compiler
+def test_a_table_written_in_a_capture_needs_no_kernel_that_was_not_loaded_before(monkeypatch):
+    """A module may not be loaded while a stream is captured; a count of 1 or 32 was a kernel of its own."""
+    compiled = []
+    launch._compiled.cache_clear()
+    with suite_launch.stubbed():
+        monkeypatch.setattr(
+            triton.compiler, "compile", lambda *a, **k: compiled.append(a) or suite_launch._Unlaunched()
+        )
+        monkeypatch.setattr(tables._write_numbers, "device_caches", defaultdict(tables._write_numbers.create_binder))
+        for count in (1, 5, 16, 32, 33, 64):
+            for one in tables.write_launches([2**40 + i for i in range(count)], torch.empty(64, dtype=torch.int64)):
+                one.run()
+    launch._compiled.cache_clear()
+    assert len(compiled) == 1
+
+
+def test_a_backward_of_fake_tensors_looks_at_no_value():
+    """What estimates memory runs forward and backward on fake CPU tensors, outside of the compiler."""
+    with FakeTensorMode():
+        x, weight = torch.ones(3, 4, requires_grad=True), torch.ones(5, 4, requires_grad=True)
+        kernels.linear_cross_entropy(x, weight, torch.zeros(3, dtype=torch.int64)).backward()
+    assert x.grad.shape == (3, 4) and weight.grad.shape == (5, 4)
