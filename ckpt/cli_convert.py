@@ -14,6 +14,7 @@ from plait.ckpt.cli_show import OK, Answer, need_folder
 from plait.ckpt.compare import find_snapshot
 from plait.ckpt.crypt import load_key
 from plait.ckpt.errors import SnapshotError
+from plait.ckpt.interop_dcp import export_dcp, import_dcp
 from plait.ckpt.interop_deepspeed import import_deepspeed
 from plait.ckpt.interop_megatron import Rule, import_megatron
 from plait.ckpt.interop_safetensors import INDEX, export_file, export_folder, import_safetensors
@@ -74,8 +75,6 @@ def export(arguments: argparse.Namespace) -> Answer:
             if kind == "hf":
                 left = export_folder(chosen, target, arguments.shard_mib << 20)
             elif kind == "dcp":
-                from plait.ckpt.interop_dcp import export_dcp  # loads torch.distributed, which `ls` does without
-
                 left = export_dcp(chosen, target)
             else:
                 left = export_file(chosen, target) if kind == "safetensors" else export_torch(chosen, target)
@@ -130,8 +129,6 @@ def _read(kind: str, arguments: argparse.Namespace) -> Imported:
         gated = None if arguments.gated is None else arguments.gated == "yes"
         return import_megatron(source, skip, arguments.rule, gated)
     if kind == "dcp":
-        from plait.ckpt.interop_dcp import import_dcp
-
         return import_dcp(source, skip)
     readers = {"torch": import_torch, "safetensors": import_safetensors, "deepspeed": import_deepspeed}
     return readers[kind](source, skip)

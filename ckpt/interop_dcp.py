@@ -1,52 +1,32 @@
 """Snapshots out to and in from directories of torch.distributed.checkpoint (DCP), of any number of ranks.
 
-torch reads such a directory's `.metadata` by unpickling whatever it says; here, only DCP's own records are made, and
-every number in them is checked against the files before memory is taken. Values and tensor data are read with
-weights_only=True. One process, no process group.
+torch reads such a directory's `.metadata` by unpickling whatever it says; here it is read as data
+(interop_records.py), and every number in it is checked against the files before memory is taken. Values and tensor
+data are read with weights_only=True. One process, no process group.
 """
 
 from __future__ import annotations
 
 import io
 import os
-import pickle
 import shutil
 import warnings
 from collections.abc import Sequence
 from math import prod
-from pathlib import Path, PosixPath
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch.distributed.checkpoint import metadata as records
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from plait.ckpt.box import Box, cover_error
 from plait.ckpt.errors import SnapshotDamaged, SnapshotError
-from plait.ckpt.interop_torch import _step_of, load_plain
+from plait.ckpt.interop_records import Record, read_records
+from plait.ckpt.interop_torch import load_plain, step_of
 from plait.ckpt.interop_tree import Chosen, Imported, appearing, nest_paths, read_tree, skipped, sync
 from plait.ckpt.layout import stored_bytes
 
 METADATA = ".metadata"
 _MAX_METADATA_BYTES = 1 << 30
-_RECORDS = (
-    records.Metadata,
-    records.TensorStorageMetadata,
-    records.BytesStorageMetadata,
-    records.ChunkStorageMetadata,
-    records.TensorProperties,
-    records.MetadataIndex,
-    records.StorageMeta,
-    records._MEM_FORMAT_ENCODING,
-    _StorageInfo,
-)
-_ALLOWED: dict[tuple[str, str], Any] = {
-    **{(record.__module__, record.__name__): record for record in _RECORDS},
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    ("pathlib", "PosixPath"): PosixPath,
-    ("pathlib._local", "PosixPath"): PosixPath,  # as Python 3.13 writes it
-}
 
 
 def export_dcp(chosen: Chosen, path: Path) -> list[str]:
@@ -69,36 +49,22 @@ def export_dcp(chosen: Chosen, path: Path) -> list[str]:
     return chosen.left_out
 
 
-class _Records(pickle.Unpickler):
-    """Makes DCP's records and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = _ALLOWED.get((module, name))
-        if found is None and module == "torch":
-            found = getattr(torch, name, None)
-            found = found if isinstance(found, torch.dtype) else None
-        if found is None:
-            raise SnapshotError(f"it needs {module}.{name}, which is none of DCP's own records and is not made")
-        return found
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("it has a persistent id")
-
-
-def read_metadata(folder: Path) -> records.Metadata:
-    """Returns the directory's records, of the right types. SnapshotError for what is not allowed, SnapshotDamaged."""
+def read_metadata(folder: Path) -> Record:
+    """Returns what `.metadata` says. SnapshotError for what may not be in it, SnapshotDamaged for what is broken."""
     path = folder / METADATA
     size = path.stat().st_size
     if size > _MAX_METADATA_BYTES:
         raise SnapshotDamaged(f"'{path}' has {size} bytes")
     try:
-        found = _Records(io.BytesIO(path.read_bytes())).load()
+        found = read_records(path.read_bytes())
     except SnapshotError as error:
         raise SnapshotError(f"'{path}': {error}") from error
-    except Exception as error:  # a broken pickle raises anything at all
+    except OSError:
+        raise
+    except Exception as error:  # broken bytes raise anything at all
         raise SnapshotDamaged(f"'{path}' is not as DCP writes it: {type(error).__name__}: {error}") from error
-    fields = (getattr(found, "state_dict_metadata", None), getattr(found, "storage_data", None))
-    if not isinstance(found, records.Metadata) or not all(isinstance(field, dict) for field in fields):
+    parts = [found.get(name) for name in ("state_dict_metadata", "storage_data")] if isinstance(found, Record) else []
+    if not parts or not all(isinstance(part, dict) for part in parts):
         raise SnapshotDamaged(f"'{path}' holds no DCP metadata")
     return found
 
@@ -110,23 +76,26 @@ def import_dcp(folder: Path, skip: Sequence[str] = ()) -> Imported:
     can be left out by its name (a pattern in `skip`).
     """
     metadata = read_metadata(folder)
-    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-    names = {str(name): _name_of(name, paths) for name in metadata.state_dict_metadata}
+    paths, storage = metadata.get("planner_data"), metadata.get("storage_data")
+    entries = {str(name): entry for name, entry in metadata.get("state_dict_metadata").items()}
+    names = {name: _name_of(name, paths if isinstance(paths, dict) else {}) for name in entries}
     unwanted = skipped(("/".join(map(str, path)) for path in names.values()), skip)
     leaves: dict[tuple[Any, ...], Any] = {}
     left: list[str] = []
     with _Files(folder) as files:
-        for name, entry in metadata.state_dict_metadata.items():
+        for name, entry in entries.items():
             path = names[name]
+            if path in leaves:
+                raise SnapshotDamaged(f"'{folder}': {name!r} is at {path}, where another one is")
             if "/".join(map(str, path)) in unwanted:
                 left.append(f"{'/'.join(map(str, path))}: left out by --skip")
-            elif isinstance(entry, records.TensorStorageMetadata):
-                leaves[path] = _tensor(name, entry, metadata.storage_data, files)
+            elif isinstance(entry, Record) and entry.kind == "TensorStorageMetadata":
+                leaves[path] = _tensor(name, entry, storage, files)
             else:
-                data = files.read(name, metadata.storage_data.get(records.MetadataIndex(name)))
+                data = files.read(name, storage.get((name, None)))
                 leaves[path] = load_plain(io.BytesIO(data), f"'{folder}': value {name!r} (--skip leaves it out)")
     tree = nest_paths(leaves)
-    return Imported(tree, left, _step_of(tree))
+    return Imported(tree, left, step_of(tree))
 
 
 def _name_of(name: Any, paths: dict[Any, Any]) -> tuple[Any, ...]:
@@ -135,18 +104,21 @@ def _name_of(name: Any, paths: dict[Any, Any]) -> tuple[Any, ...]:
     return path if good else (str(name),)  # type: ignore[return-value]
 
 
-def _tensor(name: str, entry: records.TensorStorageMetadata, storage: dict[Any, Any], files: _Files) -> torch.Tensor:
+def _tensor(name: str, entry: Record, storage: dict[Any, Any], files: _Files) -> torch.Tensor:
     """Puts one tensor together from its chunks, which must fill it exactly once."""
     where = f"'{files.folder}': tensor {name!r}"
-    dtype, shape = getattr(entry.properties, "dtype", None), tuple(entry.size)
-    boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
-    dims = [len(part) for box in boxes for part in (box.offset, box.shape)]
-    if not isinstance(dtype, torch.dtype) or any(n != len(shape) for n in dims) or min(shape, default=0) < 0:
-        raise SnapshotDamaged(f"{where} has dtype {dtype}, shape {shape} and {len(boxes)} chunks of other dims")
+    properties, shape, chunks = entry.get("properties"), entry.get("size"), entry.get("chunks")
+    dtype = properties.get("dtype") if isinstance(properties, Record) else None
+    chunks = [c for c in chunks if isinstance(c, Record)] if isinstance(chunks, list) else []
+    boxes = [Box(chunk.get("offsets"), chunk.get("sizes")) for chunk in chunks]
+    if not isinstance(dtype, torch.dtype) or not all(map(_is_shape, (shape, *(p for b in boxes for p in b)))):
+        raise SnapshotDamaged(f"{where}: dtype {dtype}, shape {shape}, chunks {boxes[:4]} are none")
+    if any(len(part) != len(shape) for box in boxes for part in box):
+        raise SnapshotDamaged(f"{where} has shape {shape}, and chunks of other dims")
     reason = cover_error(shape, boxes)
     if reason is not None:
         raise SnapshotDamaged(f"{where} is not covered exactly once: {reason}")
-    infos = [storage.get(records.MetadataIndex(name, box.offset)) for box in boxes]
+    infos = [storage.get((name, box.offset)) for box in boxes]
     for box, info in zip(boxes, infos, strict=True):
         if files.size(name, info) < prod(box.shape) * stored_bytes((), dtype):
             raise SnapshotDamaged(
@@ -162,6 +134,10 @@ def _tensor(name: str, entry: records.TensorStorageMetadata, storage: dict[Any, 
     return full
 
 
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) <= 64 and all(type(n) is int and n >= 0 for n in value)
+
+
 class _Files:
     """The data files of a directory, each opened once. Their names and ranges come from outside and are checked."""
 
@@ -171,27 +147,29 @@ class _Files:
 
     def size(self, name: str, info: Any) -> int:
         """Returns the bytes of a range after checking that the file has them."""
-        if not isinstance(info, _StorageInfo):
+        if not isinstance(info, Record):
             raise SnapshotDamaged(f"'{self.folder}': {METADATA} does not say where {name!r} lies")
-        if getattr(info, "transform_descriptors", None):
+        file, offset, length = (info.get(field) for field in ("relative_path", "offset", "length"))
+        transforms = info.get("transform_descriptors")
+        if transforms:
             raise SnapshotError(
-                f"'{self.folder}': {name!r} went through {info.transform_descriptors}, a DCP extension; not supported"
+                f"'{self.folder}': {name!r} went through {transforms}, a DCP extension; not supported"
             )
-        where = f"'{self.folder / str(info.relative_path)}': {name!r}"
-        if type(info.relative_path) is not str or Path(info.relative_path).name != info.relative_path:
+        where = f"'{self.folder / str(file)}': {name!r}"
+        if type(file) is not str or Path(file).name != file or "\0" in file:
             raise SnapshotDamaged(f"{where}: not the name of a file in this directory")
-        file_bytes = os.fstat(self._file(info.relative_path).fileno()).st_size
-        if any(type(n) is not int or n < 0 for n in (info.offset, info.length)):
-            raise SnapshotDamaged(f"{where}: offset {info.offset!r}, length {info.length!r}")
-        if info.offset + info.length > file_bytes:
-            raise SnapshotDamaged(f"{where}: ends at byte {info.offset + info.length} of {file_bytes}")
-        return info.length
+        file_bytes = os.fstat(self._file(file).fileno()).st_size
+        if any(type(n) is not int or n < 0 for n in (offset, length)):
+            raise SnapshotDamaged(f"{where}: offset {offset!r}, length {length!r}")
+        if offset + length > file_bytes:
+            raise SnapshotDamaged(f"{where}: ends at byte {offset + length} of {file_bytes}")
+        return int(length)
 
     def read(self, name: str, info: Any) -> bytes:
         """Returns the bytes of a range."""
         length = self.size(name, info)
-        file = self._file(info.relative_path)
-        file.seek(info.offset)
+        file = self._file(info.get("relative_path"))
+        file.seek(info.get("offset"))
         return file.read(length)
 
     def _file(self, name: str) -> BinaryIO:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -48,7 +47,7 @@ def import_torch(path: Path, skip: Sequence[str] = ()) -> Imported:
     content = load_plain(path)
     tree = content if isinstance(content, dict) else {"value": content}
     left: list[str] = []
-    return Imported(_without(tree, "", skip, left), left, _step_of(tree))
+    return Imported(_without(tree, "", skip, left), left, step_of(tree))
 
 
 def load_plain(source: Path | io.BytesIO, where: str = "", mmap: bool = False, more: Sequence[Any] = ()) -> Any:
@@ -61,21 +60,19 @@ def load_plain(source: Path | io.BytesIO, where: str = "", mmap: bool = False, m
     try:
         with torch.serialization.safe_globals(list(more)):
             return torch.load(source, map_location="cpu", weights_only=True, **({"mmap": True} if mmap else {}))
-    except pickle.UnpicklingError as error:
-        found = sorted(set(_REFUSED.findall(str(error))))
-        if not found:
-            said = _BROKEN.search(str(error))
-            raise SnapshotDamaged(
-                f"{where} is no file of torch.save: {said[1] if said else _first_line(error)}"
-            ) from error
-        raise SnapshotError(
-            f"{where} needs {', '.join(found)}, which torch.load(weights_only=True) refuses: unpickling anything "
-            "but tensors and plain containers can run code. Save it again as a state_dict of these"
-        ) from error
-    except FileNotFoundError:
+    except (OSError, MemoryError):
         raise
-    except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise SnapshotDamaged(f"{where} is no whole file of torch.save: {_first_line(error)}") from error
+    except Exception as error:  # broken bytes raise anything at all
+        refused = sorted(set(_REFUSED.findall(str(error)))) if type(error).__name__ == "UnpicklingError" else []
+        if refused:
+            raise SnapshotError(
+                f"{where} needs {', '.join(refused)}, which torch.load(weights_only=True) refuses: unpickling "
+                "anything but tensors and plain containers can run code. Save it again as a state_dict of these"
+            ) from error
+        said = _BROKEN.search(str(error))
+        raise SnapshotDamaged(
+            f"{where} is no whole file of torch.save: {said[1] if said else _first_line(error)}"
+        ) from error
 
 
 def _first_line(error: BaseException) -> str:
@@ -96,7 +93,7 @@ def _without(tree: Any, name: str, skip: Sequence[str], left: list[str]) -> Any:
     return kept
 
 
-def _step_of(tree: dict[Any, Any]) -> int | None:
+def step_of(tree: dict[Any, Any]) -> int | None:
     """Returns the step that a checkpoint says it is of, under the usual names."""
     found = (tree.get(key) for key in ("step", "global_step", "iteration"))
     return next((n for n in found if type(n) is int and n >= 0), None)

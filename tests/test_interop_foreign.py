@@ -11,6 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from plait.ckpt.cli import main
+from plait.ckpt.errors import SnapshotError
+from plait.ckpt.interop_dcp import import_dcp
 from plait.ckpt.tier_reader import open_folder
 from tests.ranks import run_ranks
 from tests.test_interop import Harmful, answer, exported, imported, same_bits, tensors
@@ -123,6 +125,29 @@ def test_truncated_dcp_metadata_is_damage(directory, tmp_path, capsys):
     for size in range(0, len(data), 97):
         (directory / ".metadata").write_bytes(data[:size])
         assert answer(capsys, "import", directory, tmp_path / "run")[0] == 1
+
+
+def leaves_of(tree) -> list:
+    return [leaf for part in tree.values() for leaf in leaves_of(part)] if isinstance(tree, dict) else [tree]
+
+
+def test_a_flipped_byte_of_dcp_metadata_is_an_error_or_harmless(directory):
+    """Nothing but the two errors comes out, whatever the byte was; what is read all the same is whole."""
+    data = (directory / ".metadata").read_bytes()
+    refused = 0
+    for at in range(len(data)):
+        for bit in (0, 5):
+            flipped = bytearray(data)
+            flipped[at] ^= 1 << bit
+            (directory / ".metadata").write_bytes(flipped)
+            try:
+                found = import_dcp(directory)
+            except (SnapshotError, OSError):
+                refused += 1
+                continue
+            whole = [leaf for leaf in leaves_of(found.state) if isinstance(leaf, torch.Tensor)]
+            assert len(whole) == 1 and same_bits(whole[0], torch.arange(6.0).reshape(2, 3)), (at, bit)
+    assert refused > len(data)
 
 
 def test_a_value_that_dcp_pickled_can_be_left_out_by_name(tmp_path, capsys):
