@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 
-from plait.ckpt import Snapshots, Trigger
+from plait.ckpt import Handle, Snapshots, Trigger
 from plait.ckpt.folders import step_folders
 from plait.config import split_source
 from plait.data import Batches, held_out_batches
@@ -99,6 +99,7 @@ class Trainer:
         self.wish = 0.0  # of all ranks, to save after the last step
         self.loss = math.nan  # of the last step
         self.stall_s = 0.0  # since the last step ended
+        self.saved: Handle | None = None  # the last snapshot
         self.session = self._agree_on_session()
         self.snapshots = Snapshots(
             config.out,
@@ -123,6 +124,8 @@ class Trainer:
         config, reporter = self.plan.config, self.reporter
         with self.snapshots:
             resumed = self.restore()
+            self.snapshots.guard(self.optimizer)  # captured while the next step computes; its update waits
+            self.snapshots.prepare(self.state)  # the first save finds memory that is faulted in
             if reporter:
                 reporter.begin(self.progress.step, resumed)
             stopping = self._steps()
@@ -196,7 +199,9 @@ class Trainer:
             raise RuntimeError(f"step {step + 1}: loss {self.loss}, gradient norm {norm}; a lower --lr may help")
         reduced = time.perf_counter()
         factor = clip_factor(torch.tensor(norm, dtype=torch.float64), MAX_NORM)
+        fenced_s = self._fenced_s()
         self.optimizer.step(lr, WEIGHT_DECAY, float(factor))
+        fenced_s = self._fenced_s() - fenced_s
         self.progress.advance(batch.num_tokens)
         if self.reporter:
             ended = time.perf_counter()
@@ -207,12 +212,16 @@ class Trainer:
                 wall_s=ended - started + self.stall_s,
                 pipeline_s=computed - started,
                 exposed_s=reduced - computed,
-                stall_s=self.stall_s,
+                stall_s=self.stall_s + fenced_s,
                 busy_s=busy_s,
             )
             self.reporter.step(record, norm, lr)
         self.stall_s = 0.0
         return stopping
+
+    def _fenced_s(self) -> float:
+        """How long updates have waited so far for the last snapshot's capture."""
+        return self.saved.fence_s if self.saved is not None else 0.0
 
     def _agree(self, loss: torch.Tensor) -> tuple[float, float, bool, list[float]]:
         """The step's one all-reduce over the grid: (mean loss, gradient norm, whether any rank was asked to stop,
@@ -234,6 +243,7 @@ class Trainer:
         """Captures the state; it becomes durable while the next steps run. Raises what an earlier one failed with."""
         metrics = {"loss": self.loss} if math.isfinite(self.loss) else None  # of the last step, if there was one here
         handle = self.snapshots.save(self.progress.step, self.state, force=last, metrics=metrics)
+        self.saved = handle
         self.trigger.saved(handle)
         self.stall_s += handle.stall_s
         if self.reporter:
