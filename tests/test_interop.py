@@ -12,6 +12,7 @@ import torch
 
 from plait.ckpt import PerRank, Snapshots
 from plait.ckpt.cli import main
+from plait.ckpt.errors import SnapshotError
 from plait.ckpt.interop_safetensors import import_safetensors
 from plait.ckpt.tier_reader import open_folder
 from tests.faults import in_child
@@ -305,3 +306,23 @@ def test_an_import_needs_the_lock_and_a_free_step(run, tmp_path, capsys):
 def test_readinto_of_an_empty_tensor(tmp_path):
     (tmp_path / "m.safetensors").write_bytes(header({"e": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}))
     assert import_safetensors(tmp_path / "m.safetensors").state["e"].shape == (0,)
+
+
+def test_a_flipped_byte_of_a_safetensors_header_is_damage_or_another_name(tmp_path):
+    """The format has no checksum: found is what contradicts itself, and nothing else comes out than damage."""
+    path = tmp_path / "m.safetensors"
+    entries = {"w": {**F32, "shape": [1, 2]}, "v": {"dtype": "BF16", "shape": [3], "data_offsets": [8, 14]}}
+    data = header(entries, bytes(14))
+    refused = 0
+    for at in range(len(data) - 14):
+        for bit in range(8):
+            flipped = bytearray(data)
+            flipped[at] ^= 1 << bit
+            path.write_bytes(flipped)
+            try:
+                found = import_safetensors(path).state
+            except SnapshotError:
+                refused += 1
+                continue
+            assert sum(t.numel() * t.element_size() for t in found.values()) == 14, (at, bit)
+    assert refused > 6 * (len(data) - 14)
