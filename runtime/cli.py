@@ -15,9 +15,9 @@ import sys
 COMMANDS = {
     "train": ("plait.train_cli", "train a language model on a dp x pp x tp grid"),
     "doctor": ("plait.doctor", "say what this machine has and what plait will use"),
-    "snapshot": ("plait.ckpt.cli", "list, verify and compare snapshots"),
-    "schedule": ("plait.parallel.cli", "show and check pipeline schedules"),
-    "kernels": ("plait.kernels.cli", "compile kernels offline and show what the machine code does"),
+    "snapshot": ("plait.ckpt.cli", "list, verify, compare, prune, copy, export and import snapshots"),
+    "schedule": ("plait.parallel.cli", "show, check, compare and search pipeline schedules"),
+    "kernels": ("plait.kernels.cli", "compile kernels offline, check their machine code, tune their tiles"),
     "bench": ("plait.bench.cli", "run benchmarks beside their best peers"),
 }
 
