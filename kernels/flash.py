@@ -180,6 +180,10 @@ def attention(
     if dropout_p:
         check(rng is not None, lambda: "attention: dropout needs rng, an int64 tensor [2] = (seed, offset)")
         check_rng("attention", rng, q)  # type: ignore[arg-type]
+        check(
+            min(head_offset, sample_offset) >= 0,
+            lambda: f"attention: head_offset {head_offset}, sample_offset {sample_offset}; expected none below 0",
+        )
     if sinks is not None:
         check_device("attention", q, sinks=sinks)
         check(

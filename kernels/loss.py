@@ -96,10 +96,23 @@ def linear_cross_entropy_grad(
     """
     _check("linear_cross_entropy_grad", x, weight, target)
     check_device("linear_cross_entropy_grad", x, lse=lse, dloss=dloss)
+    wide = compute_dtype(x.dtype)
+    check(
+        lse.shape == target.shape and dloss.shape == target.shape,
+        lambda: (
+            f"linear_cross_entropy_grad: lse {tuple(lse.shape)} and dloss {tuple(dloss.shape)} must have target's"
+            f" shape {tuple(target.shape)}"
+        ),
+    )
+    if lse.dtype is not wide:
+        raise TypeError(f"linear_cross_entropy_grad: lse is {lse.dtype}; expected {wide}")
     with torch.no_grad():
         if out is None and need_dweight:
-            out = torch.zeros_like(weight, dtype=compute_dtype(weight.dtype))
+            out = torch.zeros_like(weight, dtype=wide)
         if out is not None:
+            check_device("linear_cross_entropy_grad", x, out=out)
+            if out.dtype not in (wide, x.dtype):
+                raise TypeError(f"linear_cross_entropy_grad: out is {out.dtype}; expected {wide} or {x.dtype}")
             check(
                 out.shape == weight.shape,
                 lambda: f"linear_cross_entropy_grad: out {tuple(out.shape)} must be {tuple(weight.shape)}",
@@ -168,7 +181,10 @@ class _LinearCrossEntropyOnce(torch.autograd.Function):
         value = reduce_losses(loss, counts, weights, reduction)
         dweights = None
         if weights is not None and ctx.needs_input_grad[3]:
-            dweights = loss if reduction == "sum" else torch.where(counts, loss - value, 0.0) / divisor
+            dweights = loss
+            if reduction == "mean":  # the divisor is a constant where the weights add up to 0
+                constant = torch.where(counts, weights.to(divisor.dtype), 0.0).sum() == 0.0
+                dweights = torch.where(counts, loss - torch.where(constant, 0.0, value), 0.0) / divisor
         ctx.terms, ctx.held = terms, None
         kept = (dx, dweight) if torch.compiler.is_compiling() else ()
         if not kept:

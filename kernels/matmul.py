@@ -285,6 +285,7 @@ def linear(
     check_rng("linear", rng, x)
     check(x.dim() in (2, 3), lambda: f"linear: x {tuple(x.shape)} must be [B, T, K] or [T, K] for dropout")
     place = (sample_offset, row_offset, col_offset)
+    check(min(place) >= 0, lambda: f"linear: offsets are {place}; expected none below 0")
     return _linear_act(x, weight, bias, residual, code, rng, dropout_p, *place, allow_tf32)[0]
 
 
@@ -301,6 +302,7 @@ def linear_dgrad(
     check_floating("linear_dgrad", dout=dout, weight=weight)
     _check_product("linear_dgrad", dout, weight, 0, "dout")
     if pre is None:
+        check(activation is None, lambda: f"linear_dgrad: activation {activation!r} needs pre, the value before it")
         return _dgrad(dout, weight, allow_tf32)
     check_floating("linear_dgrad", dout=dout, pre=pre)
     gated = activation in GATES

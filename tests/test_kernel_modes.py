@@ -161,3 +161,44 @@ def test_a_backward_of_fake_tensors_looks_at_no_value():
         x, weight = torch.ones(3, 4, requires_grad=True), torch.ones(5, 4, requires_grad=True)
         kernels.linear_cross_entropy(x, weight, torch.zeros(3, dtype=torch.int64)).backward()
     assert x.grad.shape == (3, 4) and weight.grad.shape == (5, 4)
+
+
+def test_weights_that_add_up_to_zero_have_the_gradient_of_a_constant_divisor():
+    target = torch.tensor([0, 1, 2, 1])
+    for values in ([1.0, -1.0, 1.0, -1.0], [1.0, -1.0, 3.0, 0.0], [0.0] * 4):
+        found = []
+        for op in (kernels.linear_cross_entropy, kernels.linear_cross_entropy_ref):
+            x, head = normal(4, 3).double().requires_grad_(), normal(5, 3, seed=1).double()
+            weights = torch.tensor(values, dtype=torch.float64, requires_grad=True)
+            op(x, head, target, weight_per_token=weights).backward()
+            found.append(weights.grad)
+        torch.testing.assert_close(*found)
+
+
+X, HEAD, LSE = torch.ones(3, 4), torch.ones(5, 4), torch.ones(3)
+RNG = torch.tensor([1, 2])
+
+
+def _head_grad(lse=LSE, dloss=LSE, **options):
+    return kernels.linear_cross_entropy_grad(X, HEAD, TARGET, lse, dloss, num_classes=5, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda: _head_grad(lse=torch.ones(2)), ValueError, r"lse \(2,\)"),
+        (lambda: _head_grad(dloss=torch.ones(())), ValueError, r"dloss \(\)"),
+        (lambda: _head_grad(lse=LSE.double()), TypeError, "lse is torch.float64"),
+        (lambda: _head_grad(out=HEAD.half()), TypeError, "out is torch.float16"),
+        (lambda: kernels.linear_dgrad(torch.ones(3, 5), HEAD, activation="silu"), ValueError, "needs pre"),
+        (lambda: kernels.linear(X, HEAD, dropout_p=0.5, rng=RNG, row_offset=-1), ValueError, "offsets are"),
+        (
+            lambda: kernels.attention(*[torch.ones(1, 2, 1, 16)] * 3, dropout_p=0.5, rng=RNG, head_offset=-1),
+            ValueError,
+            "head_offset -1",
+        ),
+    ],
+)
+def test_an_argument_that_a_kernel_would_read_past_or_ignore_is_refused(call, error, match):
+    with pytest.raises(error, match=match):
+        call()
