@@ -1,9 +1,9 @@
 """plait.kernels: the ops of a transformer, each with its plain reference, registered with torch.
 
 Imports torch, triton and the standard library only. CUDA tensors run Triton (fp64 ones the reference), CPU tensors
-the plain path, and everything runs Triton when the process was started with TRITON_INTERPRET=1. An op runs on the card
-of its tensors. torch.autocast changes no op: dtypes are those of the arguments. linear without an activation, dropout
-and rope have gradients of gradients; of the other ops to ask for one is an error.
+the plain path, and everything runs Triton when the process was started with TRITON_INTERPRET=1. An op runs on the
+card of its tensors. torch.autocast changes no op: dtypes are those of the arguments. linear without an activation,
+its two gradients, dropout and rope can be differentiated twice; the other ops raise where that is asked for.
 """
 
 from plait.kernels.attention_plain import attention_ref
