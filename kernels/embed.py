@@ -155,5 +155,6 @@ def embedding_wgrad(
         not shares_memory(out),
         lambda: f"embedding_wgrad: out has strides {out.stride()}; its elements share memory",
     )
-    _embedding_grad_into(dout, tokens, out, vocab_start, accumulate)
+    with torch.no_grad():
+        _embedding_grad_into(dout, tokens, out, vocab_start, accumulate)
     return out

@@ -9,6 +9,7 @@ communication inside the matmul, fp8.
 """
 
 import math
+from contextlib import nullcontext
 
 import torch
 
@@ -327,8 +328,8 @@ def linear_wgrad(
 
     Without `out` it comes in x's dtype. `out` (x's dtype or fp32, [N, K] or of that many elements with the same first
     dim times the others, contiguous) is overwritten, or added to with `accumulate`, and returned; so is `bias_grad`
-    [N], of the same dtypes, with the sums of dout. Raises TypeError on dtypes, ValueError on shapes, devices, an
-    `out` that is not contiguous or a `bias_grad` without `out`.
+    [N], of the same dtypes, with the sums of dout. Only the form without `out` has a gradient. Raises TypeError on
+    dtypes, ValueError on shapes, devices, an `out` that is not contiguous or a `bias_grad` without `out`.
     """
     check_floating("linear_wgrad", x=x, dout=dout)
     check(
@@ -343,7 +344,8 @@ def linear_wgrad(
     if bias_grad is not None:
         _check_target(x, "bias_grad", bias_grad, shape[:1])
     sums = None if bias_grad is None else bias_grad.view(-1)
-    _wgrad_into(x, dout, out.view(shape), accumulate, sums, allow_tf32)
+    with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+        _wgrad_into(x, dout, out.view(shape), accumulate, sums, allow_tf32)
     return out
 
 

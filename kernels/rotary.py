@@ -203,10 +203,15 @@ def rope_(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`rope` in place, without a gradient: for tensors that no graph needs. Returns (q, k).
 
-    Raises as `rope`, and ValueError where two elements to be written share memory.
+    Raises as `rope`, and ValueError where two elements to be written share memory, or a graph would be wrong.
     """
     _check("rope_", q, k, cos, sin)
+    recorded = torch.is_grad_enabled()
     for name, x in (("q", q), ("k", k)):
+        if recorded and x.requires_grad:
+            raise ValueError(
+                f"rope_: {name} requires a gradient, which this has not; call rope, or in torch.no_grad()"
+            )
         if shares_memory(x):
             raise ValueError(f"rope_: {name} has strides {x.stride()}; broadcast elements cannot be written in place")
     _rope_inplace(q, k, cos, sin, False, interleaved)

@@ -202,3 +202,21 @@ def _head_grad(lse=LSE, dloss=LSE, **options):
 def test_an_argument_that_a_kernel_would_read_past_or_ignore_is_refused(call, error, match):
     with pytest.raises(error, match=match):
         call()
+
+
+def test_rotating_in_place_what_a_graph_needs_is_refused():
+    """The kernel writes behind autograd's back: the gradient came out as if nothing had been turned."""
+    leaf, k, angle = torch.ones(1, 3, 2, 8, requires_grad=True), torch.ones(1, 3, 1, 8), torch.ones(3, 4)
+    with pytest.raises(ValueError, match="q requires a gradient"):
+        kernels.rope_(leaf * 1, k, angle.cos(), angle.sin())
+    with torch.no_grad():
+        kernels.rope_(leaf, k, angle.cos(), angle.sin())
+
+
+def test_a_main_gradient_stays_out_of_the_graph_of_what_is_added_to_it():
+    x = torch.ones(3, 4, requires_grad=True)
+    weight, table = torch.zeros(5, 4), torch.zeros(5, 4)
+    kernels.linear_wgrad(x, torch.ones(3, 5), weight, True)
+    kernels.embedding_wgrad(TARGET, x, table, accumulate=True)
+    assert weight.sum() > 0 and table.sum() > 0
+    assert not weight.requires_grad and not table.requires_grad
