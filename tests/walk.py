@@ -25,7 +25,7 @@ from tests.faults import on_ranks
 
 OLD, NEXT = 1, 9
 KEY = bytes(range(32))
-TIMEOUT_S = 5.0  # how long a rank waits for one that failed in silence
+TIMEOUT_S = 3.0  # how long a rank waits for one that failed in silence
 LARGE = 20_000  # elements of what is captured lazily or, in slabs, strided
 
 Ops = list[tuple[str, str]]
