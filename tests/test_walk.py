@@ -30,7 +30,7 @@ ERRORS = {
 }
 CUTS = (1, 511, 512, 4096)  # bytes of a short or torn write
 ONE_RANK = [name for name in CYCLES if CYCLES[name].ranks == 1]
-LOSSES = 16  # ways of losing what was not synced, at each operation of the long walk
+LOSSES = 24  # ways of losing what was not synced, at each operation of the long walk
 
 
 @pytest.fixture(params=CYCLES)
