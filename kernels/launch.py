@@ -91,6 +91,14 @@ class _Pointer:
         return 0 if self.aligned else 1
 
 
+def representative(x: int) -> int:
+    """One integer for all that triton compiles alike: 1, or by width (32, 64 bits, unsigned) and divisible by 16."""
+    if x == 1:
+        return 1
+    least = 0 if -(1 << 31) <= x < 1 << 31 else 1 << 40 if x < 1 << 63 else 1 << 63
+    return least + (2 if x & 15 else 16)
+
+
 # An entry is one launch site and one shape, about 2 KB; integers are keyed whole, which is quicker than by class.
 @functools.lru_cache(4096)
 def _compiled(
@@ -98,6 +106,16 @@ def _compiled(
     num_warps: int, num_stages: int,
 ) -> tuple[Any, tuple[Any, ...]]:  # fmt: skip
     """(the kernel compiled for such arguments on the current device, the constants that follow them)."""
+    # Offsets and lengths that go on changing fill the cache; what they share is found again.
+    kinds = tuple([representative(x) if type(x) is int else x for x in signature])
+    return _compiled_kind(kernel, device, kinds, names, values, num_warps, num_stages)
+
+
+@functools.lru_cache(4096)
+def _compiled_kind(
+    kernel: Any, device: int, signature: tuple[Any, ...], names: tuple[str, ...], values: tuple[Any, ...],
+    num_warps: int, num_stages: int,
+) -> tuple[Any, tuple[Any, ...]]:  # fmt: skip
     arguments = tuple(0.0 if x is float else _Pointer(*x) if isinstance(x, tuple) else x for x in signature)
     constants = dict(zip(names, values, strict=True))
     keywords = Launch(kernel, (1,), arguments, constants, num_warps, num_stages).keywords()

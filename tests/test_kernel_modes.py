@@ -138,11 +138,42 @@ def test_a_tensor_of_another_card_is_computed_on_its_own(monkeypatch):
     assert seen == [(1, 1)] and current == [0]
 
 
+def _forget():
+    launch._compiled.cache_clear()
+    launch._compiled_kind.cache_clear()
+
+
+@needs_compiler
+def test_offsets_that_change_from_step_to_step_do_not_ask_triton_again():
+    """More offsets than the first cache holds, in turn, were 60 us each: what triton takes to tell its arguments."""
+
+    class Kernel(triton.JITFunction):
+        def __init__(self):
+            self.arg_names, self.asked = ["x_ptr", "offset"], 0
+
+        def __hash__(self):
+            return 3
+
+        def __eq__(self, other):
+            return self is other
+
+        def warmup(self, *arguments, **keywords):
+            self.asked += 1
+            return defaultdict(lambda: lambda *arguments: None)
+
+    kernel, x = Kernel(), torch.zeros(4)
+    with suite_launch.stubbed():
+        for offset in (*range(5000), *range(5000)):
+            Launch(kernel, (1,), (x, offset), {}).run()
+    _forget()
+    assert kernel.asked == 3  # 1, divisible by 16, other
+
+
 @needs_compiler
 def test_a_table_written_in_a_capture_needs_no_kernel_that_was_not_loaded_before(monkeypatch):
     """A module may not be loaded while a stream is captured; a count of 1 or 32 was a kernel of its own."""
     compiled = []
-    launch._compiled.cache_clear()
+    _forget()
     with suite_launch.stubbed():
         monkeypatch.setattr(
             triton.compiler, "compile", lambda *a, **k: compiled.append(a) or suite_launch._Unlaunched()
@@ -151,7 +182,7 @@ def test_a_table_written_in_a_capture_needs_no_kernel_that_was_not_loaded_before
         for count in (1, 5, 16, 32, 33, 64):
             for one in tables.write_launches([2**40 + i for i in range(count)], torch.empty(64, dtype=torch.int64)):
                 one.run()
-    launch._compiled.cache_clear()
+    _forget()
     assert len(compiled) == 1
 
 

@@ -83,6 +83,8 @@ def test_arguments_that_triton_tells_apart_have_different_signatures():
         for other in values:
             same = signature_of((one,)) == signature_of((other,))
             assert not same or _keys([one]) == _keys([other]), (one, other)
+    for one in values:
+        assert type(one) is not int or _keys([one]) == _keys([launch.representative(one)]), one
 
 
 def test_a_kernel_is_compiled_for_what_its_arguments_are():
