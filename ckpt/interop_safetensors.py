@@ -232,7 +232,7 @@ def _entry(name: str, entry: Any, path: Path) -> tuple[torch.dtype, list[int], i
 def _note(metadata: Any, name: str, path: Path) -> dict[str, str]:
     try:
         return _texts(json.loads(metadata.get(name, "{}")), path)
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:
         raise SnapshotDamaged(f"'{path}': __metadata__ {name}: {error}") from error
 
 

@@ -20,7 +20,7 @@ def read_record(path: Path) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             record = json.loads(file.read(_MAX_RECORD_BYTES))
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}
 

@@ -60,7 +60,7 @@ class _Request(socketserver.StreamRequestHandler):
             if not hmac.compare_digest(str(request["token"]), self.server.token):
                 raise PermissionError("the token is not that of this launch")
             data, more = self._answer(request)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             data, more = b"", {"error": str(error), "errno": getattr(error, "errno", None) or 5}
         self.wfile.write(json.dumps({"bytes": len(data), **more}).encode() + b"\n")
         self.wfile.write(data)
@@ -133,7 +133,7 @@ class PeerStore:
                 with connection.makefile("rb") as answer:
                     head = json.loads(answer.readline(_MAX_LINE))
                     data = answer.read(int(head["bytes"]))
-        except (ValueError, KeyError, OSError) as error:
+        except (ValueError, KeyError, OSError, RecursionError) as error:
             raise OSError(getattr(error, "errno", None) or 5, f"{what}: {error}") from error
         if "error" in head:
             raise OSError(int(head["errno"]), f"{what}: {head['error']}")

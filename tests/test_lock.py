@@ -9,12 +9,13 @@ import os
 import time
 
 import pytest
+import torch
 
 from plait.ckpt import Snapshots
 from plait.ckpt.errors import SnapshotError, SnapshotLocked
 from plait.ckpt.lease import Lease
 from plait.ckpt.lock import RootLock, refuse_if_held
-from plait.ckpt.owner import owner_is_alive, this_process
+from plait.ckpt.owner import owner_is_alive, read_record, this_process
 from tests.faults import in_child, restored_seed, small_state
 
 
@@ -132,3 +133,12 @@ def test_another_error_of_flock_is_not_taken_for_a_missing_one(tmp_path, monkeyp
     monkeypatch.setattr(fcntl, "flock", fail)
     with pytest.raises(OSError, match="Input/output error"):
         RootLock(tmp_path, "mine")
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[" * 4096, b"[1]", b"\xff", b"null"])
+def test_a_lock_whose_record_says_nothing_is_of_nobody(tmp_path, text):
+    """Torn by a power loss, or nested deeper than the parser goes."""
+    (tmp_path / "LOCK").write_bytes(text)
+    assert read_record(tmp_path / "LOCK") == {}
+    with Snapshots(tmp_path) as snapshots:
+        snapshots.save(1, {"a": torch.zeros(3)}).wait()
