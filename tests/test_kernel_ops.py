@@ -112,7 +112,7 @@ CASES = {
 
 def test_the_table_names_every_registered_op():
     registered = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("plait::")}
-    assert registered == set(CASES)
+    assert registered - {"bench_empty"} == set(CASES)  # the launch suite's own, there once it was imported
 
 
 def _each(names):
