@@ -202,7 +202,13 @@ def test_loss_and_full_gradients_equal_one_process(grid):
     assert_equals_one_process(grid, run_ranks(grid.world_size, one_backward, grid, timeout=60))
 
 
-@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        name if name in ("interleaved", "zb_h1", "zb_v") else pytest.param(name, marks=pytest.mark.long)
+        for name in NAMES
+    ],
+)
 def test_every_schedule_equals_one_process(schedule):
     """Tied and untied, layers that the stages divide and that they do not, ZeRO 0 and 1: 64 grids in all."""
     for size, grids in itertools.groupby(covering(schedule), key=lambda grid: grid.world_size):
