@@ -28,6 +28,11 @@ needs_compiler = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted
 needs_plain = pytest.mark.skipif(INTERPRETED, reason="tests the plain path: TRITON_INTERPRET must be unset")
 
 
+def slow_interpreted(*values: object) -> object:
+    """A row of a parametrized table that takes seconds in the interpreter: there it waits for the long run."""
+    return pytest.param(*values, marks=pytest.mark.long if INTERPRETED else ())
+
+
 def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, what: str, factor: float = 1.0) -> None:
     """AssertionError naming `what` unless the two agree within `dtype`'s tolerance times `factor`."""
     assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"

@@ -19,7 +19,7 @@ from plait.bench.kernel_work import STREAMS, work
 from plait.kernels import dropout_op, gated, layernorm, matmul_direct, norm_rows, rmsnorm
 from plait.kernels.launch import INTERPRETED
 from plait.kernels.loss_triton import grad_launch, stats_launch
-from tests.cases import interpret, needs_interpreter, normal
+from tests.cases import interpret, needs_interpreter, normal, slow_interpreted
 
 pytestmark = [interpret, needs_interpreter]
 F32 = 4  # bytes of a statistic
@@ -269,7 +269,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("dtype", [slow_interpreted(torch.float32), torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("name", CASES)
 def test_each_input_is_read_once_and_each_output_written_once(name, dtype):
     counter = AccessCounter()

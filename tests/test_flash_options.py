@@ -14,7 +14,7 @@ from plait.kernels import attention, attention_ref, flash
 from plait.kernels.attention_plain import Options
 from plait.kernels.flash_points import Point
 from plait.kernels.inspect import compile_launch
-from tests.cases import compare, needs_compiler, normal
+from tests.cases import compare, needs_compiler, normal, slow_interpreted
 from tests.test_flash import RNG, both
 
 _DROPOUT = {"dropout_p": 0.4, "rng": RNG}
@@ -61,7 +61,7 @@ def test_the_table_names_every_keyword_and_the_oracle_takes_the_same():
 
 
 @both
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("entry", [slow_interpreted(e) if "packed" in e else e for e in ENTRIES])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_acts_through_every_entry_point(option, entry, path):
     given, without = ({**arguments, **ENTRIES[entry]} for arguments in OPTIONS[option])
@@ -73,7 +73,7 @@ def test_every_option_acts_through_every_entry_point(option, entry, path):
 
 
 @both
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [False, slow_interpreted(True)])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_the_direct_functions_give_the_bits_of_the_op(option, packed, path):
     given = {**OPTIONS[option][0], "return_lse": True, **({"cu_seqlens": PACKED} if packed else {})}

@@ -123,7 +123,9 @@ def program(rank):
     assert "the other ranks were stopped" in out
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, *(pytest.param(n, marks=pytest.mark.long) for n in (signal.SIGSEGV, signal.SIGABRT))]
+)
 def test_a_killed_rank_is_named_with_its_signal(number: signal.Signals) -> None:
     body = """
 def program(rank):

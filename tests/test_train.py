@@ -58,8 +58,8 @@ def test_one_process_needs_no_process_group(tmp_path: Path) -> None:
         "--mesh dp=1",
         "--mesh dp=2 --zero 0 --dropout 0.1",
         "--mesh dp=2,tp=2 --zero 1 --sequence-parallel --recompute selective --dropout 0.1",
-        "--mesh pp=2,tp=2 --schedule interleaved --recompute full",
-        "--mesh dp=2,pp=2 --dtype bfloat16",
+        pytest.param("--mesh pp=2,tp=2 --schedule interleaved --recompute full", marks=pytest.mark.long),
+        pytest.param("--mesh dp=2,pp=2 --dtype bfloat16", marks=pytest.mark.long),
     ],
 )
 def test_four_steps_and_two_more_equal_six(tmp_path: Path, grid: str, capsys: pytest.CaptureFixture[str]) -> None:
