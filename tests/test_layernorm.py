@@ -146,9 +146,11 @@ def test_triton_agrees_with_the_plain_path_on_anything(leading, width, dtype, la
     else:
         y = _call(layer_norm_ref, form)(*wide)
         want = [y, *torch.autograd.grad(y, wide, grads[0].double())]
+    # A row of one number has variance 0: eps alone scales the rounding of its mean, 1 / sqrt(1e-5) = 316 times.
+    factor = 20.0 if layout == "flat" else 2.0
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         size = max(1.0, float(b.detach().abs().max())) if b.numel() else 1.0
-        close(a / size, b / size, dtype, f"value {i}", 2.0)
+        close(a / size, b / size, dtype, f"value {i}", factor)
 
 
 # ---- errors in 16 bits ----
