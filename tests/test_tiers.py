@@ -368,11 +368,15 @@ def test_an_error_at_every_operation_of_a_copy(tmp_path, number):
 
 
 @pytest.mark.parametrize(
-    "coding",
-    [{}, pytest.param({"compress": True, "encrypt": True}, marks=pytest.mark.long)],
-    ids=["plain", "coded"],
+    "coding, every",
+    [
+        ({}, 9),
+        pytest.param({}, 1, marks=pytest.mark.long),
+        pytest.param({"compress": True, "encrypt": True}, 1, marks=pytest.mark.long),
+    ],
+    ids=["some", "plain", "coded"],
 )
-def test_the_process_dies_at_every_request_to_the_store(tmp_path, server, coding):
+def test_the_process_dies_at_every_request_to_the_store(tmp_path, server, coding, every):
     """From some request on nothing gets through any more: the store holds the old copy or the new one, whole."""
     tier = s3(server, keep_last=1, retry_s=0.0, **coding)
     root = tmp_path / "near"
@@ -381,7 +385,7 @@ def test_the_process_dies_at_every_request_to_the_store(tmp_path, server, coding
         begin = len(server.requests)
         snapshots.save(2, small_state(2)).wait("remote")
         count = len(server.requests) - begin
-    for cut in range(0, count, 1 if coding else 2):
+    for cut in range(0, count, every):
         server.objects, server.times = {}, {}
         with Snapshots(tmp_path / f"n{cut}", tiers=[tier], key=KEY) as snapshots:
             snapshots.save(1, small_state(1)).wait("remote")
