@@ -176,20 +176,21 @@ class Snapshots:
             raise
         handle.began, handle.waited_s = began, waited_s
         handle.describe(captured, self._bytes_per_s())
-        if captured.slabs > 1:  # the pool is emptied while it is filled
+        in_slabs = captured.slabs > 1  # said once: the writing thread may be through, and captured released, any time
+        if in_slabs:  # the pool is emptied while it is filled
             background.submit(handle, captured)
         try:
             capturer.finish(captured, flat)
         except BaseException as error:
             captured.cancel(f"the capture failed: {error}")
-            if captured.slabs > 1:
+            if in_slabs:
                 handle.settle()
             else:
                 captured.release()
                 background.refuse(handle, error)
             raise
         self._last = handle
-        if captured.slabs == 1:
+        if not in_slabs:
             background.submit(handle, captured)
         handle.stall_s = time.monotonic() - began
         return handle

@@ -7,15 +7,19 @@ capture is made by a pool of two blocks and a rate limit: all but the first bloc
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections import OrderedDict
+from typing import Any
 
 import pytest
 import torch
 
 from plait import _C
 from plait.ckpt import Snapshots, TornSnapshot
-from plait.ckpt.capture import BLOCK_BYTES
+from plait.ckpt.capture import BLOCK_BYTES, Capturer
+from plait.ckpt.captured import Captured
+from tests.faults import failing
 
 SLOW = {"pool_bytes": 2 * BLOCK_BYTES, "rate_limit": 60 << 20}
 WIDE = 1500  # 9 MB in a weight: more than two blocks
@@ -293,6 +297,29 @@ def test_an_error_of_the_disk_opens_the_fence(tmp_path):
             assert error.errno == 5
             failed += 1
     assert failed >= 2
+    snapshots.close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_save_in_slabs_that_is_written_before_the_call_returns_is_not_written_twice(tmp_path, monkeypatch, fails):
+    finish = Capturer.finish
+
+    def late(capturer: Capturer, captured: Captured, flat: Any) -> None:
+        finish(capturer, captured, flat)
+        while captured.stage is not None:
+            time.sleep(0.001)
+
+    monkeypatch.setattr(Capturer, "finish", late)
+    io = failing("fdatasync", 5) if fails else None
+    net = torch.nn.Linear(WIDE, WIDE)
+    snapshots = Snapshots(tmp_path, io=io, pool_bytes=2 * BLOCK_BYTES, threads=1)
+    for step in range(3):
+        if fails:
+            with pytest.raises(OSError, match="fdatasync"):
+                snapshots.save(step, {"model": net}).wait()
+        else:
+            snapshots.save(step, {"model": net}).wait()
+            assert same(saved(tmp_path, step, ["model/weight"]), {"model/weight": net.weight.detach()})
     snapshots.close()
 
 

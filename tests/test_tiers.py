@@ -356,7 +356,7 @@ def test_an_error_at_every_operation_of_a_copy(tmp_path, number):
         root = Path(shutil.copytree(old, tmp_path / f"error-{index}"))
         try:
             save_with_copy(root / "near", root / "far", 2, _C.FaultIo([(index, "errno", number)]))
-        except OSError as error:
+        except (OSError, SnapshotDamaged) as error:  # two threads work at once: it may hit a read of the local one
             raised += 1
             assert str(root) in str(error), (index, ops[index])
         assert restored(root / "near")[0] == 2, (index, ops[index])
