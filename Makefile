@@ -6,6 +6,7 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+FUZZ_SECONDS ?= 3600
 TRAIN_FLAGS ?= --mesh dp=2,pp=2,tp=2
 PYTEST := $(BIN)/python -P -m pytest
 # Two workers on two cores; each test that starts ranks forks them from one prepared server.
@@ -52,8 +53,10 @@ sanitize: build ## the extension's own tests on builds with ASan, UBSan and TSan
 	$(BIN)/python -P tests/sanitize.py undefined
 	$(BIN)/python -P tests/sanitize.py thread
 
-fuzz: build ## an hour of damaged snapshots for all that reads one
-	$(BIN)/python -m tests.fuzz_manifest --seconds 3600
+# With atheris libFuzzer chooses by coverage; where it has no wheel, a seeded generator does.
+fuzz: build ## damaged snapshots for all that reads one, for FUZZ_SECONDS (an hour)
+	$(BIN)/python -m pip install --quiet --only-binary :all: 'atheris>=3.0' || true
+	$(BIN)/python -m tests.fuzz_manifest --guided --seconds $(FUZZ_SECONDS)
 
 lint: build ## ruff: rules and format
 	$(BIN)/ruff check .

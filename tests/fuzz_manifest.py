@@ -1,9 +1,12 @@
 """A fuzzer of what reads a snapshot: manifest, fragments, values, data files, coded parts.
 
-`python tests/fuzz_manifest.py --seconds 3600 --seed 1`. Seeded mutations without coverage: of bytes, of sizes, and of
-JSON values with all digests made right again, so that they reach what lies behind the checksums. For each input:
-only SnapshotErrors, no crash, no hang (LIMIT_S), no more memory than MEMORY_BYTES above the start; and bytes changed
-without right digests are found out, or what is restored has every bit.
+`python -m tests.fuzz_manifest --seconds 3600 --seed 1`. Mutations of bytes, of sizes, and of JSON values with all
+digests made right again, so that they reach what lies behind the checksums. For each input: only SnapshotErrors, no
+crash, no hang (LIMIT_S), no more memory than MEMORY_BYTES above the start; and bytes changed without right digests
+are found out, or what is restored has every bit.
+
+`--guided`: libFuzzer (through atheris, where it is installed) chooses the mutations and keeps the choices that reach
+new branches of plait.ckpt. Else a seeded generator does.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from __future__ import annotations
 import argparse
 import copy
 import hashlib
+import importlib.util
+import inspect
 import json
 import os
 import resource
@@ -26,6 +31,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from random import Random
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -274,6 +280,71 @@ def run(seconds: float, seed_number: int, most: int, findings: Path | None) -> C
     return outcomes
 
 
+class Choices(Random):
+    """Random choices read from bytes, so that who chooses the bytes chooses the mutation; zeros behind their end."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(0)
+        self._data, self._at = data, 0
+
+    def getrandbits(self, k: int, /) -> int:
+        num_bytes = (k + 7) // 8
+        taken = self._data[self._at : self._at + num_bytes]
+        self._at += num_bytes
+        return int.from_bytes(taken, "little") & ((1 << k) - 1)
+
+    def random(self) -> float:
+        return self.getrandbits(16) / (1 << 16)
+
+
+def run_guided(seconds: float, seed_number: int, findings: Path) -> None:
+    """Fuzzes with libFuzzer; says what came of it and ends the process when the time is up, or at the first finding,
+    whose bytes are then a file in `findings`."""
+    atheris = importlib.import_module("atheris")
+    for function in _functions_of("plait.ckpt"):
+        atheris.instrument_func(function)
+    findings.mkdir(parents=True, exist_ok=True)
+    outcomes: Counter[str] = Counter()
+    place = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    folder = Path(tempfile.mkdtemp(prefix="plait-fuzz-", dir=place))
+    seeds, began = make_seeds(folder), time.monotonic()
+
+    def try_bytes(data: bytes) -> None:
+        chance = Choices(data)
+        seed = chance.choice(seeds)
+        files, is_right = mutate(seed, chance)
+        outcomes[try_input(seed, files, is_right, folder / "input")] += 1
+        if time.monotonic() > began + seconds:
+            shutil.rmtree(folder)
+            _report(outcomes, began)
+            os._exit(0)
+
+    corpus = folder / "corpus"
+    corpus.mkdir()
+    for number in range(400):  # enough bytes for some mutations each
+        (corpus / f"{number}").write_bytes(Random(f"{seed_number} {number}").randbytes(256))
+    limits = [f"-timeout={LIMIT_S}", "-max_len=1024", f"-seed={seed_number}", f"-artifact_prefix={findings}/"]
+    atheris.Setup([sys.argv[0], *limits, str(corpus)], try_bytes)
+    atheris.Fuzz()
+
+
+def _functions_of(package: str) -> list[FunctionType]:
+    """Functions and methods of all loaded modules of a package."""
+    found: dict[int, FunctionType] = {}
+    for name, module in list(sys.modules.items()):
+        if name.startswith(package + "."):
+            owners = [module, *(value for value in vars(module).values() if inspect.isclass(value))]
+            for value in (value for owner in owners for value in vars(owner).values()):
+                if isinstance(value, FunctionType) and value.__module__ == name:
+                    found[id(value)] = value
+    return list(found.values())
+
+
+def _report(outcomes: Counter[str], began: float) -> None:
+    said = ", ".join(f"{count} {name}" for name, count in sorted(outcomes.items()))
+    print(f"{sum(outcomes.values())} inputs in {time.monotonic() - began:.0f} s: {said}", flush=True)
+
+
 def _limited(call: Callable[[], str]) -> str:
     """Calls with a time limit."""
 
@@ -310,14 +381,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--inputs", type=int, default=1 << 62)
     parser.add_argument("--findings", type=Path, help="folder for inputs that found something; without: stop at one")
+    parser.add_argument("--guided", action="store_true", help="by coverage, where atheris is installed")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     run(0.0, 0, 0, None)  # loads all that is loaded late
     limit_memory()
+    if options.guided and importlib.util.find_spec("atheris") is not None:
+        run_guided(options.seconds, options.seed, options.findings or Path("build/fuzz"))
     began = time.monotonic()
     outcomes = run(options.seconds, options.seed, options.inputs, options.findings)
-    said = ", ".join(f"{count} {name}" for name, count in sorted(outcomes.items()))
-    print(f"{sum(outcomes.values())} inputs in {time.monotonic() - began:.0f} s: {said}", flush=True)
+    _report(outcomes, began)
     return any(name.startswith("FINDING") for name in outcomes)
 
 
