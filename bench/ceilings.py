@@ -1,15 +1,14 @@
-"""What a device cannot exceed, and what it means when a number does. Measures nothing.
+"""What it means when a number exceeds what a device can do: it is INVALID, with the likely cause. Measures nothing.
 
-Peaks are the vendors', dense, and each row proves itself: FLOP/s = multiprocessors x FLOP per clock x clock
-(tests/test_bench.py). A rate above 102 % of its ceiling is INVALID: no kernel did that.
+Peaks are peaks.py's; above 102 % of its ceiling no kernel did that.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from plait.bench.peaks import Card, card_of
 from plait.bench.spec import CaseResult
 
 TOLERANCE = 1.02  # above the ceiling: what timers and clocks above the nominal one may explain
@@ -17,47 +16,9 @@ LAUNCH_S = 1e-5  # a sample below this is about a launch: nobody waited for the 
 L2_GAIN = 4  # L2 over memory bandwidth, rounded up: published microbenchmarks of these cards give 2 to 3
 
 
-@dataclass(frozen=True)
-class Ceiling:
-    """One kind of card. flop_per_clock: of one multiprocessor, dense bf16; tf32 is half. bytes_per_s: memory."""
-
-    part: str  # of the device's name
-    multiprocessors: int
-    flop_per_clock: int
-    clock_hz: float
-    bf16_flop_per_s: float
-    bytes_per_s: float
-    l2_bytes: int
-    source: str
-
-
-# Multiprocessors, clocks, peaks, memory as collected in stas00/ml-engineering, read 2026-11; L2: vendors' papers.
-CARDS = (
-    Ceiling("H200", 132, 4096, 1830e6, 989e12, 4.8e12, 50 << 20, "NVIDIA H200 SXM data sheet"),
-    Ceiling("H100 80GB HBM3", 132, 4096, 1830e6, 989e12, 3.35e12, 50 << 20, "NVIDIA H100 SXM data sheet"),
-    Ceiling("A100-SXM4-80GB", 108, 2048, 1410e6, 312e12, 2.04e12, 40 << 20, "NVIDIA A100 SXM 80 GB data sheet"),
-    Ceiling("MI300X", 304, 2048, 2100e6, 1307e12, 5.3e12, 256 << 20, "AMD MI300X data sheet; its last-level cache"),
-)
-
-
-def ceiling_of(machine: dict[str, Any]) -> Ceiling | None:
-    """Returns the ceiling of a fingerprint's first GPU, None where it has none or an unknown one."""
-    gpus = machine.get("gpus") or [{}]
-    return next((card for card in CARDS if card.part in str(gpus[0].get("name", ""))), None)
-
-
-def peak_flop(card: Ceiling, dtype: str) -> float | None:
-    """Returns dense FLOP/s for a dtype by its torch name; float32 may use tf32. None where it is not known."""
-    return {
-        "bfloat16": card.bf16_flop_per_s,
-        "float16": card.bf16_flop_per_s,
-        "float32": card.bf16_flop_per_s / 2,
-    }.get(dtype)
-
-
-def impossible(result: CaseResult, seconds: float, card: Ceiling) -> str:
+def impossible(result: CaseResult, seconds: float, card: Card) -> str:
     """Returns why this time cannot be true on the card, with the likely cause; '' where it can."""
-    case, peak = result.case, peak_flop(card, str(result.case.params.get("dtype")))
+    case, peak = result.case, card.most_flop_per_s(str(result.case.params.get("dtype")))
     no_sync = "; likely cause: shorter than a launch, so the device was not waited for" if seconds < LAUNCH_S else ""
     if case.flop and peak and case.flop / seconds > TOLERANCE * peak:
         cause = no_sync or "; likely cause: work skipped or replayed, or a formula that counts FLOP not done"
@@ -77,7 +38,7 @@ def mark_impossible(result: CaseResult, machine: dict[str, Any]) -> bool:
 
     Only cases that say they run on the GPU, by params["device"], are held against its ceiling.
     """
-    card = ceiling_of(machine)
+    card = card_of(machine)
     if card is None or result.case.params.get("device") != "cuda":
         return False
     for measured in result.providers.values():

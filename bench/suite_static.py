@@ -1,7 +1,7 @@
 """Our kernels beside Liger's and triton's tutorials without a GPU: the compiler's facts, bytes, lower bounds.
 
 Times nothing: a sample is the roofline lower bound in seconds, the larger of bytes over memory bandwidth and FLOP
-over the matrix peak of an H200 (ceilings.py has the figures and their sources). Both sides are compiled for the same
+over the matrix peak of an H200 (peaks.py has the figures and their sources). Both sides are compiled for the same
 architecture, dtype and shape. Bytes are counted in the interpreter where a kernel streams memory (accesses.py); of a
 product they are each operand once, so that bounds are equal and registers, spills and warps tell the difference.
 What a bound cannot show is said in the notes: fewer resident warps, spills, accesses under 128 bits.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from plait.bench import report
-from plait.bench.ceilings import CARDS, Ceiling
+from plait.bench.peaks import Card, card_named
 from plait.bench.spec import Case, CaseResult, Measured, Options, Suite
 from plait.bench.static_case import Peer, StaticCase
 from plait.bench.static_cases import all_cases
@@ -25,7 +25,7 @@ from plait.kernels.gate import narrow_accesses, resident_warps
 from plait.kernels.inspect import Facts, compile_offline, parse_arch
 
 ARCH = "sm_90"
-CARD: Ceiling = CARDS[0]  # the H200
+CARD = card_named("h200")
 WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}  # bytes of an access by its suffix; else 4
 TOLERANCE = 1.002  # bounds closer than this are equal: statistics of a row
 MATRIX = ("HGMMA", "UTCHMMA", "HMMA")  # wgmma, tcgen05, mma
@@ -52,7 +52,7 @@ def access_bytes(facts: Facts) -> tuple[int, int]:
     return wide, total
 
 
-def lower_bound(nbytes: float, flop: float, card: Ceiling = CARD) -> float:
+def lower_bound(nbytes: float, flop: float, card: Card = CARD) -> float:
     """Seconds that no implementation of this traffic and these products can be under."""
     return max(nbytes / card.bytes_per_s, flop / card.bf16_flop_per_s)
 
