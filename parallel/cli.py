@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from plait.parallel.schedules import ANY_CHUNKS, NAMES, Costs, Schedule, ScheduleError, build, from_csv, held, search
+from plait.parallel.schedules.costs import shared
 from plait.parallel.schedules.draw import table
-from plait.parallel.schedules.search import OBJECTIVES, shared
+from plait.parallel.schedules.search import OBJECTIVES
 
 _WHAT = f"{', '.join(NAMES)}, or a CSV file as torch.distributed.pipelining has it"
 _COSTS = (
@@ -73,7 +74,7 @@ def parse_costs(text: str | None) -> Costs:
     if len(numbers) not in (3, 4) or min(numbers) < 0:
         raise ValueError(f"costs {text!r}: expected F,I,W or F,I,W,SEND, numbers >= 0, or a .json file")
     forward, backward_input, weight, *send = numbers
-    return Costs(forward, backward_input + weight, backward_input, weight, *send)
+    return Costs(forward, backward_input + weight, backward_input, weight, send[0] if send else 0.0)
 
 
 def _named(name: str, args: argparse.Namespace) -> Schedule:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from plait.parallel.cli import main, parse_costs
 from plait.parallel.schedules import NAMES, Costs, Op, ScheduleError, build, held, search, zb_h1
 from plait.parallel.schedules.action import singles
-from plait.parallel.schedules.search import shared
+from plait.parallel.schedules.costs import LayerCosts, Part, peak_memory, shared
 
 # The paper's 1.5B model: what W keeps of what F kept, from its formulas 32 s b h and (34 h + 5 a s) s b with
 # h = 2304, a = 24, s = 1024.
@@ -79,6 +79,40 @@ def test_lists_fix_the_stages_and_uneven_ones_are_priced():
 def test_held_counts_queued_weight_gradients():
     assert held(zb_h1(4, 8), 0.0) == (4, 3, 2, 1)
     assert held(zb_h1(4, 8), 1.0) == (4, 4, 4, 4)
+
+
+@pytest.mark.parametrize("split", [False, [True, False, True, True], [True] * 4])
+def test_a_stage_that_cannot_split_is_never_asked_to(split):
+    """Whatever the prices say: with a flag per stage only those that can have I and W."""
+    found = search(4, 6, Costs(1, 3, 1, 2, split=split), memory_limit=8, chunks=(1,))
+    can = [split] * 4 if isinstance(split, bool) else split
+    asked = {single.stage for lane in found.lanes for single in singles(lane) if single.op in (Op.I, Op.W)}
+    assert asked <= {stage for stage in range(4) if can[stage]}
+    assert bool(asked) == any(can)
+    assert [stage for stage in range(4) if can[stage]] == sorted(asked)
+
+
+def test_memory_may_have_a_unit_of_its_own():
+    """Megabytes a stage: the default limit is P micro-batches of each rank's own stages, a limit counts the same."""
+    costs = LayerCosts(4, Part(1, 1, 1, 10), Part(activation=3), Part(1, 1, 1, 50), deferred=0.5)
+    found = search(4, 8, costs, chunks=(1,))
+    sizes = [13, 10, 10, 60]
+    peaks = peak_memory(found, shared(costs, found))
+    assert all(peak <= 4 * size for peak, size in zip(peaks, sizes, strict=True))
+    tight = search(4, 8, costs, chunks=(1,), memory_limit=60)
+    assert max(peak_memory(tight, shared(costs, tight))) <= 60
+    with pytest.raises(ScheduleError, match="memory_limit=59; the least .* is 60 in the unit"):
+        search(4, 8, costs, chunks=(1,), memory_limit=59)
+
+
+def test_layers_are_cut_for_each_number_of_chunks():
+    """Eight layers and a head of two: with two chunks a rank the head weighs less on the busiest rank."""
+    costs = LayerCosts(8, Part(1, 1, 1), head=Part(2, 2, 2))
+    found = search(2, 6, costs, chunks=(1, 2))
+    assert found.num_stages in (2, 4)
+    assert found.simulate(shared(costs, found)).makespan <= zb_h1(2, 6).simulate(shared(costs, zb_h1(2, 6))).makespan
+    with pytest.raises(ValueError, match="1 layers are fewer than the stages of 2 ranks"):
+        search(2, 4, LayerCosts(1, Part(1, 1, 1)))
 
 
 def test_a_limit_per_rank_is_kept():

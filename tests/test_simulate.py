@@ -6,8 +6,24 @@ from fractions import Fraction
 
 import pytest
 
-from plait.parallel.schedules import Costs, gpipe, interleaved, one_f_one_b, parse_csv, timeline
+from plait.model_config import MODELS, flop_per_token
+from plait.parallel.schedules import (
+    NAMES,
+    Costs,
+    LayerCosts,
+    Part,
+    build,
+    gpipe,
+    interleaved,
+    layer_costs,
+    one_f_one_b,
+    parse_csv,
+    shared,
+    timeline,
+    zb_h1,
+)
 from plait.parallel.schedules.action import COMPUTE
+from plait.parallel.schedules.costs import peak_memory
 from tests.torch_schedules import torch_csv
 
 # P = 4, M = 8, F = 1, B = 2, I = W = 1 per rank: makespan, bubble, peak of live activations in shares of a rank
@@ -115,3 +131,135 @@ def test_measured_events_make_a_timeline_too():
     made = timeline("measured", [[(a, 10.0, 11.0, 0.0), (b, 12.0, 14.0, 1.0)]], 1.0)
     assert made.makespan == 4.0 and made.busy == (3.0,) and made.bubble == 0.25
     assert made.lanes[0][1].start == 2.0 and made.lanes[0][1].wait == 1.0
+
+
+# ---- messages ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_product_that_crosses_ranks_is_one_message(name):
+    """M outputs and M gradients per boundary between ranks, none where stages meet on one rank."""
+    schedule = build(name, 3, 4)
+    messages = schedule.simulate(Costs(send=0.5, send_grad=0.25)).messages
+    place = schedule.stage_to_rank
+    boundaries = [s for s in range(schedule.num_stages - 1) if place[s] != place[s + 1]]
+    expected = {(s, "F", m, place[s], place[s + 1]) for s in boundaries for m in range(4)}
+    expected |= {(s + 1, "G", m, place[s + 1], place[s]) for s in boundaries for m in range(4)}
+    assert {message[:5] for message in messages} == expected and len(messages) == len(expected)
+    assert all(m.end - m.start == pytest.approx(0.5 if m.kind == "F" else 0.25) for m in messages)
+
+
+@pytest.mark.parametrize("p, m, send", [(2, 1, 1), (4, 8, 3), (3, 5, 2)])
+def test_exposed_communication_of_gpipe_is_the_way_down_and_up(p, m, send):
+    """Makespan (M + P - 1)(F + B) + 2 (P - 1) send: only the first message down and up each boundary is waited for.
+
+    Rank r waits for r boundaries down before its first forward, which are made one after the other: send each is
+    exposed only at its own boundary, the rest of the wait is a bubble.
+    """
+    line = gpipe(p, m).simulate(Costs(send=Fraction(send)))
+    assert line.makespan == (m + p - 1) * 3 + 2 * (p - 1) * send
+    assert sum(line.exposed_per_rank) == 2 * (p - 1) * send
+    assert line.exposed_communication == pytest.approx(2 * (p - 1) * send / (p * line.makespan))
+    assert gpipe(p, m).simulate().exposed_communication == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_exposed_is_part_of_the_wait_and_of_the_bubble(name):
+    line = build(name, 4, 6).simulate(Costs(send=0.375))
+    assert all(0 <= event.exposed <= event.wait for lane in line.lanes for event in lane)
+    for exposed, bubble in zip(line.exposed_per_rank, line.bubble_per_rank, strict=True):
+        assert 0 < exposed <= bubble * line.makespan + 1e-9
+    assert line.figures()["exposed_communication"] == line.exposed_communication <= line.bubble
+
+
+# ---- uneven stages, embedding and head ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p, m", [(2, 3), (4, 8), (4, 2)])
+def test_the_slowest_stage_sets_the_pace_of_gpipe(p, m):
+    """Sum over stages of F + B, and M - 1 times the slowest: the closed form for uneven stages, at any place."""
+    for slow in range(p):
+        forward = [Fraction(7, 2) if stage == slow else Fraction(1) for stage in range(p)]
+        costs = Costs(forward, [2 * f for f in forward], forward, forward)
+        expected = 3 * (sum(forward) + (m - 1) * max(forward))
+        assert gpipe(p, m).simulate(costs).makespan == float(expected)
+
+
+def test_layers_embedding_and_head_become_stages():
+    """Six layers over four stages are 2, 2, 1, 1; the embedding is on the first, the head on the last."""
+    costs = LayerCosts(6, Part(1, 2, 3, 10), Part(0, 0, 5, 1), Part(4, 4, 4, 7), send=0.5).stages(4)
+    assert costs == Costs(
+        [2, 2, 1, 5], [15, 10, 5, 13], [4, 4, 2, 6], [11, 6, 3, 7], 0.5, activation=[21, 20, 10, 17]
+    )
+    assert LayerCosts(6, Part(1, 2, 3), layers_of=(3, 1, 1, 1)).stages(4).forward == [3, 1, 1, 1]
+    alone = LayerCosts(2, Part(1, 1, 1), Part(2, 2, 2), Part(3, 3, 3)).stages(1)
+    assert (alone.forward, alone.backward, alone.activation) == ([7], [14], None)
+
+
+@pytest.mark.parametrize(
+    "layers_of, num_stages, message",
+    [((2, 2, 2), 2, "3 stages with 6 layers; the schedule has 2"), ((2, 2), 2, "2 stages with 4 layers")],
+)
+def test_layers_that_do_not_fit_the_stages_are_refused(layers_of, num_stages, message):
+    with pytest.raises(ValueError, match=message):
+        LayerCosts(6, Part(1, 1, 1), layers_of=layers_of).stages(num_stages)
+
+
+@pytest.mark.parametrize("preset", MODELS)
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_flop_of_all_stages_are_those_of_the_model(preset, num_stages):
+    """6 N + 12 l h q s per token, N without the embedding, with the head: exactly, as for the MFU."""
+    model, seq = MODELS[preset], 64
+    costs = layer_costs(
+        dim=model.dim,
+        num_layers=model.num_layers,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        ffn_dim=model.ffn_dim,
+        vocab_size=model.vocab_size,
+        seq=seq,
+        rows=3,
+    ).stages(num_stages)
+    assert sum(costs.forward) + sum(costs.backward) == 3 * seq * flop_per_token(model, seq)
+    assert [i + w for i, w in zip(costs.input, costs.weight, strict=True)] == costs.backward
+    if num_stages > 1:  # all have as many layers; the last has the final norm and the head as well
+        assert costs.forward[-1] - costs.forward[-2] == 2 * 3 * seq * model.dim * (model.vocab_size + 1)
+
+
+# ---- memory and splitting ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p, m", [(2, 3), (4, 8)])
+def test_peak_memory_of_uneven_stages(p, m):
+    """GPipe keeps M, 1F1B min(M, P - r) micro-batches of what the rank's own stage keeps."""
+    sizes = [Fraction(stage + 1, 3) for stage in range(p)]
+    assert gpipe(p, m).simulate(Costs(activation=sizes)).peak_memory == tuple(float(m * size) for size in sizes)
+    peaks = one_f_one_b(p, m).simulate(Costs(activation=sizes)).peak_memory
+    assert peaks == tuple(float(min(m, p - r) * size) for r, size in enumerate(sizes))
+
+
+@pytest.mark.parametrize("deferred", [0, Fraction(1, 2), 1])
+def test_queued_weight_gradients_keep_their_part(deferred):
+    schedule = parse_csv("0F0,0I0,0F1,0I1,0W0,0W1\n")
+    assert peak_memory(schedule, Costs(deferred=deferred)) == (max(1 + deferred, 2 * deferred),)
+    assert peak_memory(schedule, Costs(deferred=deferred, split=False)) == (1,)
+
+
+def test_a_stage_that_cannot_split_does_all_in_i():
+    """Decision 15: I takes the time of B, W none; so ZB-H1 is 1F1B with more waiting."""
+    costs = Costs(1, 2, 1, 1, split=False)
+    lanes = zb_h1(3, 5).simulate(costs).lanes
+    times = {e.action.op: e.end - e.start for lane in lanes for e in lane}
+    assert (times["F"], times["I"], times["W"]) == (1, 2, 0)
+    assert zb_h1(3, 5).simulate(costs).makespan >= one_f_one_b(3, 5).simulate(costs).makespan
+    mixed = Costs(1, 2, 1, 1, split=[True, False, True])
+    ends = {
+        (e.action.stage, e.action.op): e.end - e.start for lane in zb_h1(3, 5).simulate(mixed).lanes for e in lane
+    }
+    assert (ends[0, "W"], ends[1, "W"], ends[2, "W"]) == (1, 0, 1) and ends[1, "I"] == 2
+
+
+def test_numbers_are_a_ranks_share_in_everything():
+    costs = shared(Costs(2, 4, 2, 2, 1, 0.5, activation=6, deferred=0.5, split=False), interleaved(2, 2, 2))
+    assert costs == Costs([1] * 4, [2] * 4, [1] * 4, [1] * 4, 1, 0.5, [3] * 4, 0.5, False)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from plait.parallel.schedules.action import Action, Op, ScheduleError, pair
 from plait.parallel.schedules.check import CheckReport
+from plait.parallel.schedules.costs import Costs, LayerCosts, Part, layer_costs, shared
 from plait.parallel.schedules.dual_pipe_v_schedule import dual_pipe_v
 from plait.parallel.schedules.gpipe_schedule import gpipe
 from plait.parallel.schedules.interleaved_schedule import interleaved
@@ -18,7 +19,7 @@ from plait.parallel.schedules.partition import split_layers
 from plait.parallel.schedules.schedule import Schedule, from_csv, parse_csv
 from plait.parallel.schedules.search import held, search
 from plait.parallel.schedules.shapes import stage_map
-from plait.parallel.schedules.simulate import Costs, Event, Timeline, timeline
+from plait.parallel.schedules.simulate import Event, Message, Timeline, timeline
 from plait.parallel.schedules.zb_h1_schedule import zb_h1
 from plait.parallel.schedules.zb_h2_schedule import zb_h2
 from plait.parallel.schedules.zb_v_schedule import zb_v
@@ -29,8 +30,11 @@ __all__ = [
     "CheckReport",
     "Costs",
     "Event",
+    "LayerCosts",
+    "Message",
     "NAMES",
     "Op",
+    "Part",
     "Schedule",
     "ScheduleError",
     "Timeline",
@@ -40,6 +44,7 @@ __all__ = [
     "gpipe",
     "held",
     "interleaved",
+    "layer_costs",
     "looped_bfs",
     "lower",
     "on_one_rank",
@@ -47,6 +52,7 @@ __all__ = [
     "pair",
     "parse_csv",
     "search",
+    "shared",
     "split_layers",
     "stage_map",
     "timeline",

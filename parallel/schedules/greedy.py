@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from plait.parallel.schedules.action import Action, Op
+from plait.parallel.schedules.costs import Costs, at
+from plait.parallel.schedules.machine import Product
 from plait.parallel.schedules.schedule import Schedule, add_reduce_grad
-from plait.parallel.schedules.simulate import Costs
 
 _NEVER = float("inf")
 
@@ -44,7 +45,7 @@ class _Rank:
     """What one rank has done and holds, on the clock."""
 
     stages: tuple[int, ...]
-    limit: float  # stage activations at most, live and queued
+    limit: float  # memory at most, live and queued
     warm_up: float
     lane: list[Action] = field(default_factory=list)
     began: float = 0.0
@@ -62,15 +63,18 @@ class _Clock:
 
     def __init__(
         self, stage_to_rank: Sequence[int], num_microbatches: int, costs: Costs, limits: Sequence[float],
-        deferred: float, policy: Policy,
+        sizes: Sequence[float], policy: Policy,
     ) -> None:  # fmt: skip
         self.stage_to_rank, self.num_microbatches, self.costs = tuple(stage_to_rank), num_microbatches, costs
-        self.deferred, self.policy = deferred, policy
+        self.sizes, self.policy = sizes, policy
+        self.splits = [policy.split and costs.splits(stage) for stage in range(len(stage_to_rank))]
+        self.kept = [float(at(costs.deferred, stage)) * size for stage, size in enumerate(sizes)]
         self.last_stage = len(stage_to_rank) - 1
         self.ranks = []
         for rank, limit in enumerate(limits):
             stages = tuple(s for s, owner in enumerate(stage_to_rank) if owner == rank)
-            warm_up = max(1.0, policy.warm_up * limit - policy.slope * rank * len(stages))
+            share = sum(sizes[stage] for stage in stages)
+            warm_up = max(max(sizes[stage] for stage in stages), policy.warm_up * limit - policy.slope * rank * share)
             self.ranks.append(_Rank(stages, limit, warm_up, forwards=dict.fromkeys(stages, 0)))
             self.ranks[rank].backwards = dict.fromkeys(stages, 0)
         # (is backward, stage, micro-batch) -> when its input is there
@@ -98,16 +102,17 @@ class _Clock:
             m = upcoming[stage]
             if m < self.num_microbatches and self.arrived.get((backward, stage, m), _NEVER) <= now:
                 if backward:
-                    return Action(stage, Op.I if self.policy.split else Op.B, m)
+                    return Action(stage, Op.I if self.splits[stage] else Op.B, m)
                 if self._has_room(rank, stage):
                     return Action(stage, Op.F, m)
         return None
 
     def _has_room(self, rank: _Rank, stage: int) -> bool:
         """Whether one more forward of the stage fits, with a place kept free for each later stage of the rank."""
-        later = sum(1 for other in rank.stages if other > stage)
+        needed = sum(self.sizes[other] for other in rank.stages if other >= stage)
         limit = rank.limit if rank.started_backward else min(rank.limit, rank.warm_up)
-        return rank.held + 1 + later <= max(limit, 1 + later)
+        slack = 1e-9 * needed  # sums of shares such as 1/3
+        return rank.held + needed <= max(limit, needed) + slack
 
     def _pick(self, rank: _Rank, now: float) -> Action | None:
         backward, forward = self._ready(rank, True, now), self._ready(rank, False, now)
@@ -139,18 +144,18 @@ class _Clock:
         rank.free_at = end
         if op is Op.W:
             rank.queued.pop(0)
-            rank.held -= self.deferred
+            rank.held -= self.kept[stage]
         elif op is Op.F:
             rank.forwards[stage] = m + 1
-            rank.held += 1
+            rank.held += self.sizes[stage]
             self._send(op, stage, m, end, index)
         else:
             rank.backwards[stage] = m + 1
             rank.started_backward = True
-            rank.held -= 1
+            rank.held -= self.sizes[stage]
             if op is Op.I:
                 rank.queued.append((stage, m))
-                rank.held += self.deferred
+                rank.held += self.kept[stage]
             self._send(op, stage, m, end, index)
         if op is not Op.W:
             rank.last = op
@@ -166,9 +171,8 @@ class _Clock:
         if target < 0:
             return
         peer = self.stage_to_rank[target]
-        send = self.costs.send
-        latency = send[stage] if isinstance(send, Sequence) else send
-        there = end + (float(latency) if peer != index else 0.0)
+        product: Product = (stage, "F" if op is Op.F else "G", m)
+        there = end + (float(self.costs.latency(product)) if peer != index else 0.0)
         self.arrived[op is not Op.F, target, m] = there
         heapq.heappush(self.wakes, (there, peer))
 
@@ -180,16 +184,16 @@ def list_schedule(
     limits: Sequence[float],
     policy: Policy,
     *,
-    deferred: float = 1.0,
+    sizes: Sequence[float],
 ) -> tuple[Schedule, float, float] | None:
     """The schedule that `policy` makes, its makespan and its longest span of a rank (never less than simulated).
 
     None where it runs into the limits and cannot go on.
 
-    limits: per rank, how many activations of one stage and micro-batch it may hold; an activation counts 1 from F to
-    I (or B) and `deferred` from I to W.
+    limits: per rank, how much it may hold. sizes: per stage, what one micro-batch keeps from F to I (or B); of it the
+    costs' `deferred` from I to W.
     """
-    clock = _Clock(stage_to_rank, num_microbatches, costs, limits, deferred, policy)
+    clock = _Clock(stage_to_rank, num_microbatches, costs, limits, sizes, policy)
     lanes = clock.run()
     if lanes is None:
         return None

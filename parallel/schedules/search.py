@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from plait.parallel.schedules.action import BACKWARD, Op, ScheduleError, singles
+from plait.parallel.schedules.action import Op, ScheduleError, singles
+from plait.parallel.schedules.costs import AnyCosts, Costs, LayerCosts, peak_memory, shared
 from plait.parallel.schedules.greedy import Policy, list_schedule
 from plait.parallel.schedules.names import NAMES, build
 from plait.parallel.schedules.schedule import Schedule
 from plait.parallel.schedules.shapes import require_sizes, stage_map
-from plait.parallel.schedules.simulate import Costs, PerStage, Time
 
 OBJECTIVES = ("makespan", "span")
 # Shares of the memory that list schedules fill before the first backward; found by hand on the timings of the
@@ -31,26 +31,50 @@ def held(schedule: Schedule, deferred: float = 1.0) -> tuple[float, ...]:
 
     A stage's activations count from F to B (or I), its queued weight gradient `deferred` of them from I to W.
     """
-    peaks = []
-    for rank, lane in enumerate(schedule.lanes):
-        now = most = 0.0
-        for single in singles(lane):
-            now += single.op is Op.F
-            most = max(most, now)
-            now -= single.op in BACKWARD
-            now += deferred * ((single.op is Op.I) - (single.op is Op.W))
-            most = max(most, now)
-        peaks.append(most / max(1, len(schedule.stages_of(rank))))
-    return tuple(peaks)
+    return tuple(map(float, peak_memory(schedule, Costs(deferred=deferred))))
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What is searched for: sizes, prices, and what must hold. `limit` None: P of each rank's own shares."""
+
+    num_ranks: int
+    num_microbatches: int
+    costs: AnyCosts
+    limit: float | Sequence[float] | None
+    chunks: Sequence[int]
+    objective: str
+
+    def limits(self, schedule: Schedule, costs: Costs) -> list[float]:
+        """The most that each rank may hold, in the unit of the costs' activations."""
+        if self.limit is not None:
+            return list(self.limit) if isinstance(self.limit, Sequence) else [self.limit] * self.num_ranks
+        if costs.activation is None:
+            return [float(self.num_ranks)] * self.num_ranks
+        shares = [sum(_sizes(schedule, costs)[s] for s in schedule.stages_of(r)) for r in range(self.num_ranks)]
+        return [self.num_ranks * share for share in shares]
+
+    def ordered(self, makespan: float, span: float) -> Price:
+        """What is compared: the objective, then the other one; rounded, so that memory decides between equals."""
+        times = (round(makespan, 9), round(span, 9))
+        return times if self.objective == "makespan" else times[::-1]
+
+
+def _sizes(schedule: Schedule, costs: Costs) -> list[float]:
+    """What one micro-batch of each stage keeps from F to B."""
+    if costs.activation is None:
+        return [1.0 / len(schedule.stages_of(rank)) for rank in schedule.stage_to_rank]
+    assert isinstance(costs.activation, Sequence), "shared() made a list of it"
+    return [float(size) for size in costs.activation]
 
 
 def search(
     num_ranks: int,
     num_microbatches: int,
-    costs: Costs | None = None,
+    costs: AnyCosts | None = None,
     *,
     memory_limit: float | Sequence[float] | None = None,
-    deferred: float = 1.0,
+    deferred: float | None = None,
     split: bool = True,
     chunks: Sequence[int] = (1, 2),
     objective: str = "makespan",
@@ -59,9 +83,10 @@ def search(
 
     costs: None is F = 1, B = 2, I = W = 1; numbers are the times of one rank's whole share of a micro-batch, and a
     rank with v stages gives each 1/v of it; lists are times per stage and fix the number of stages (then `chunks` is
-    read off them). memory_limit: the most that a rank (or each rank of a list) may hold, as `held` counts it; None:
-    what 1F1B holds, P. deferred: what a queued weight gradient keeps, relative to a stage's activations. split: False
-    where a module's weight gradient cannot be taken apart from its input gradient; no I and W are used then.
+    read off them). memory_limit: the most that a rank (or each rank of a list) may hold, as `peak_memory` counts it;
+    None: what 1F1B holds on its first rank, P. deferred: what a queued weight gradient keeps, relative to a stage's
+    activations; None: as the costs say. split: False where a module's weight gradient cannot be taken apart from its
+    input gradient; no I and W are used then. The same holds for each stage whose costs say split=False.
     objective: "makespan", or "span" (longest rank from its first start to its last end: what counts when a step may
     begin before all ranks have ended the last one).
 
@@ -70,100 +95,86 @@ def search(
     require_sizes("search", num_ranks=num_ranks, num_microbatches=num_microbatches)
     if objective not in OBJECTIVES:
         raise ValueError(f"objective={objective!r}: valid are {', '.join(OBJECTIVES)}")
-    if not 0.0 <= deferred <= 1.0:
+    if deferred is not None and not 0.0 <= deferred <= 1.0:
         raise ValueError(f"deferred={deferred}: valid are 0 (a queued weight gradient keeps nothing) to 1")
-    costs, limits = costs or Costs(), _limits(memory_limit, num_ranks)
-    tried = [
-        *_named(num_ranks, num_microbatches, costs, split, chunks, objective),
-        *_listed(num_ranks, num_microbatches, costs, limits, deferred, split, chunks, objective),
-    ]
-    fitting = []
-    for price, schedule in tried:
-        peaks = held(schedule, deferred)
-        if all(peak <= limit + 1e-9 for peak, limit in zip(peaks, limits, strict=True)):
-            fitting.append((price, max(peaks), schedule))
-    if not fitting:
-        least = min(max(held(schedule, deferred)) for _, schedule in tried)
+    if isinstance(memory_limit, Sequence) and len(memory_limit) != num_ranks:
+        raise ValueError(f"memory_limit has {len(memory_limit)} entries for {num_ranks} ranks")
+    costs = costs or Costs()
+    costs = costs if deferred is None else replace(costs, deferred=deferred)
+    costs = costs if split else replace(costs, split=False)
+    counts = _counts(costs, num_ranks, chunks)
+    task = _Task(num_ranks, num_microbatches, costs, memory_limit, counts, objective)
+    least, best = float("inf"), None
+    for price, schedule in itertools.chain(_named(task), _listed(task)):
+        prices = shared(costs, schedule)
+        peaks = [float(peak) for peak in peak_memory(schedule, prices)]
+        least = min(least, max(peaks))
+        limits = task.limits(schedule, prices)
+        fits = all(peak <= limit + 1e-9 * max(1.0, limit) for peak, limit in zip(peaks, limits, strict=True))
+        if fits and (best is None or (price, max(peaks)) < best[:2]):
+            best = (price, max(peaks), schedule)
+    if best is None:
+        unit = "of one rank's share of a micro-batch" if _in_shares(costs) else "in the unit of the costs"
         raise ScheduleError(
             f"schedule search: nothing fits memory_limit={memory_limit}; the least that was seen to be needed is "
-            f"{least:g} of one rank's share of a micro-batch"
+            f"{least:g} {unit}"
         )
-    best = min(fitting, key=lambda entry: entry[:2])[2]
-    return replace(best, name="search" if best.name == "search" else f"search({best.name})")
+    name = best[2].name
+    return replace(best[2], name="search" if name == "search" else f"search({name})")
 
 
-def _limits(memory_limit: float | Sequence[float] | None, num_ranks: int) -> list[float]:
-    if memory_limit is None:
-        return [float(num_ranks)] * num_ranks
-    limits = list(memory_limit) if isinstance(memory_limit, Sequence) else [memory_limit] * num_ranks
-    if len(limits) != num_ranks:
-        raise ValueError(f"memory_limit has {len(limits)} entries for {num_ranks} ranks")
-    return [float(limit) for limit in limits]
+def _in_shares(costs: AnyCosts) -> bool:
+    """Whether memory is counted in shares of a rank, for want of a unit."""
+    return costs.activation is None if isinstance(costs, Costs) else not costs.layer.activation
 
 
-def _ordered(makespan: float, span: float, objective: str) -> Price:
-    """What is compared: the objective, then the other one; rounded, so that memory decides between equals."""
-    times = (round(makespan, 9), round(span, 9))
-    return times if objective == "makespan" else times[::-1]
-
-
-def _num_stages(costs: Costs) -> int | None:
-    """How many stages the lists are for; None where all costs are numbers."""
-    lengths = {len(c) for c in (costs.forward, costs.backward, costs.input, costs.weight) if isinstance(c, Sequence)}
-    if len(lengths) > 1:
-        raise ValueError(f"costs: lists for {' and '.join(map(str, sorted(lengths)))} stages; they must agree")
-    return lengths.pop() if lengths else None
-
-
-def shared(costs: Costs, schedule: Schedule) -> Costs:
-    """The costs per stage: a number is a rank's share, of which each of its stages has an equal part."""
-
-    def part(cost: PerStage) -> PerStage:
-        if isinstance(cost, Sequence):
-            return cost
-        shares: list[Time] = [cost / len(schedule.stages_of(rank)) for rank in schedule.stage_to_rank]
-        return shares
-
-    return Costs(part(costs.forward), part(costs.backward), part(costs.input), part(costs.weight), costs.send)
-
-
-def _counts(costs: Costs, num_ranks: int, chunks: Sequence[int]) -> Sequence[int]:
-    """How many stages a rank may have."""
-    fixed = _num_stages(costs)
+def _counts(costs: AnyCosts, num_ranks: int, chunks: Sequence[int]) -> Sequence[int]:
+    """How many stages a rank may have; ValueError where the costs are for none of them."""
+    if isinstance(costs, LayerCosts):
+        fixed = None if costs.layers_of is None else len(costs.layers_of)
+        chunks = [count for count in chunks if fixed or count * num_ranks <= costs.num_layers]
+        if not chunks:
+            raise ValueError(f"costs: {costs.num_layers} layers are fewer than the stages of {num_ranks} ranks")
+    else:
+        fixed = costs.num_stages()
     if fixed is not None and fixed % num_ranks:
         raise ValueError(f"costs: lists for {fixed} stages; num_ranks={num_ranks} must divide them")
     return chunks if fixed is None else (fixed // num_ranks,)
 
 
-def _named(
-    num_ranks: int, num_microbatches: int, costs: Costs, split: bool, chunks: Sequence[int], objective: str
-) -> Iterator[tuple[Price, Schedule]]:
+def can_run(schedule: Schedule, costs: Costs) -> bool:
+    """Whether every stage whose backward the schedule splits can split it."""
+    return all(
+        single.op is not Op.W or costs.splits(single.stage) for lane in schedule.lanes for single in singles(lane)
+    )
+
+
+def _named(task: _Task) -> Iterator[tuple[Price, Schedule]]:
     """All named schedules with an allowed number of stages."""
-    for name, count in itertools.product(NAMES, _counts(costs, num_ranks, chunks)):
+    for name, count in itertools.product(NAMES, task.chunks):
         try:
-            named = build(name, num_ranks, num_microbatches, count)
+            named = build(name, task.num_ranks, task.num_microbatches, count)
         except ValueError:
             continue  # this schedule has another number of stages per rank
-        if split or not any(single.op is Op.W for lane in named.lanes for single in singles(lane)):
-            timeline = named.simulate(shared(costs, named))
+        prices = shared(task.costs, named)
+        if can_run(named, prices):
+            timeline = named.simulate(prices)
             spans = (lane[-1].end - lane[0].start for lane in timeline.lanes if lane)
-            yield _ordered(timeline.makespan, max(spans), objective), named
+            yield task.ordered(timeline.makespan, max(spans)), named
 
 
-def _listed(
-    num_ranks: int, num_microbatches: int, costs: Costs, limits: list[float], deferred: float, split: bool,
-    chunks: Sequence[int], objective: str,
-) -> Iterator[tuple[Price, Schedule]]:  # fmt: skip
+def _listed(task: _Task) -> Iterator[tuple[Price, Schedule]]:
     """What the policies make on each placement."""
-    for count in _counts(costs, num_ranks, chunks):
-        for place in dict.fromkeys(stage_map(num_ranks, count, style) for style in ("loop", "v")):
-            prices = shared(costs, Schedule("search", len(place), num_microbatches, ((),) * num_ranks, place))
-            room = [limit * count for limit in limits]
-            for policy in _policies(count, split):
-                made = list_schedule(place, num_microbatches, prices, room, policy, deferred=deferred)
+    for count in task.chunks:
+        for place in dict.fromkeys(stage_map(task.num_ranks, count, style) for style in ("loop", "v")):
+            empty = Schedule("search", len(place), task.num_microbatches, ((),) * task.num_ranks, place)
+            prices = shared(task.costs, empty)
+            sizes, limits = _sizes(empty, prices), task.limits(empty, prices)
+            for policy in _policies(count, any(prices.splits(stage) for stage in range(len(place)))):
+                made = list_schedule(place, task.num_microbatches, prices, limits, policy, sizes=sizes)
                 if made is not None:
                     schedule, makespan, span = made
-                    yield _ordered(makespan, span, objective), schedule
+                    yield task.ordered(makespan, span), schedule
 
 
 def _policies(count: int, split: bool) -> Iterator[Policy]:
