@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from plait.bench import aa, report, runner
+from plait.bench import aa, cli_views, report, runner
 from plait.bench import compare as comparing
 from plait.bench.progress import Progress
 from plait.bench.result_file import read
@@ -32,6 +32,7 @@ SUITES = {
     "pipeline": "plait.bench.suite_pipeline",
     "static": "plait.bench.suite_static",
     "launch": "plait.bench.suite_launch",
+    "ceilings": "plait.bench.suite_ceilings",
 }
 
 
@@ -43,7 +44,8 @@ def parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="run suites; all of them when none is named")
     run.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(SUITES))
     train = commands.add_parser("train", help="the main job beside torch's own stack (as `run train --full`)")
-    for command in (run, train):
+    ceilings = commands.add_parser("ceilings", help="what this machine reaches at best (as `run ceilings --full`)")
+    for command in (run, train, ceilings):
         command.add_argument("--full", action="store_true", help="every case, not only the small default one")
         command.add_argument("--rounds", type=int, help="counted rounds per case (default: the suite's)")
         command.add_argument(
@@ -79,6 +81,7 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--floor-us", type=float, default=Rule.floor_s * 1e6, help="and in microseconds")
         for kind in ("json", "csv", "md"):
             command.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"write the outcome as {kind}")
+    cli_views.add_parsers(commands)
     return top
 
 
@@ -103,8 +106,9 @@ def list_suites() -> int:
 def run(args: argparse.Namespace, command: str) -> int:
     """Measures the suites, prints a table of each, writes the files asked for; returns the worst exit code."""
     at_least(args, processes=1, seed=0)
-    names = ["train"] if args.command == "train" else args.suites or list(SUITES)
-    full, rounds = args.full or args.command == "train", Options.rounds if args.rounds is None else args.rounds
+    alone = args.command in SUITES  # `plait bench train`, `plait bench ceilings`
+    names = [args.command] if alone else args.suites or list(SUITES)
+    full, rounds = args.full or alone, Options.rounds if args.rounds is None else args.rounds
     base = Options(rounds=rounds, seed=args.seed, full=full, processes=args.processes, tutorials=args.tutorials)
     codes = []
     for suite in [load(name) for name in names]:
@@ -214,6 +218,8 @@ def main(argv: list[str]) -> int:
     # A suite's temporary folder goes by the way of an exception; SIGTERM alone would leave it on the disk.
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
+        if args.command in cli_views.ACTIONS:
+            return cli_views.ACTIONS[args.command](args)
         return act(args, f"plait bench {shlex.join(argv)}")
     except comparing.IncomparableError as error:
         print(f"plait bench: {error}", file=sys.stderr)

@@ -48,8 +48,18 @@ def pairs(p: Params) -> float:
     return causal(tokens)
 
 
+def product_bytes(p: Params, width: int) -> float:
+    """Bytes of a product [rows, cols] x [width, cols]^T: operands and result once each way, sums in fp32 twice."""
+    size, rows, cols, both = getattr(torch, p["dtype"]).itemsize, p["rows"], p["cols"], p["backward"]
+    x, weight, out = rows * cols, width * cols, rows * p.get("width", 0)  # the head's logits are nobody's output
+    if p["op"] == "linear_wgrad":
+        return float(size * (x + out) + 8 * weight)
+    extra = out * (p.get("epilogue") in ("residual", "dropout"))  # a residual, and its gradient
+    return float(size * ((3 if both else 1) * (x + weight) + (2 if both else 1) * (out + extra)))
+
+
 def work(p: Params) -> tuple[float | None, float | None]:
-    """(FLOP, None) where the op is bound by arithmetic, else (None, bytes): forward, and backward where p asks.
+    """(FLOP, bytes): forward, and backward where p asks; FLOP None where the op only streams memory.
 
     ValueError for an op without a formula.
     """
@@ -61,14 +71,16 @@ def work(p: Params) -> tuple[float | None, float | None]:
         )
     if op in PRODUCTS:
         width = p["vocab"] if op == "linear_cross_entropy" else p["width"] * (2 if op == "linear_swiglu" else 1)
-        return 2.0 * p["rows"] * p["cols"] * width * (3 if backward else 1), None
+        return 2.0 * p["rows"] * p["cols"] * width * (3 if backward else 1), product_bytes(p, width)
     match op:
-        case "attention":  # two products; the backward has five
+        case "attention":  # two products; the backward has five. q, k, v -> out; q, k, v, dout -> dq, dk, dv
             flop = 4.0 * p["batch"] * p["heads"] * p["dim"] * pairs(p) * (3.5 if backward else 1)
+            heads, keys = (5, 6) if backward else (2, 2)
+            moved = p["batch"] * p["tokens"] * p["dim"] * (heads * p["heads"] + keys * p["kv_heads"])
             if p.get("kind") == "decode":  # one query: the keys and values are what costs
                 values = p["batch"] * p["dim"] * (2 * p["tokens"] * p["kv_heads"] + 2 * p["heads"])
                 return None, float(size * values)
-            return flop, None
+            return flop, float(size * moved)
         case "rope":  # q, k -> q, k each way; the tables are small
             values = p["batch"] * p["tokens"] * (p["heads"] + p["kv_heads"]) * p["dim"]
             return None, float(size * values * (4 if backward else 2))

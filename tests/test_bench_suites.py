@@ -21,6 +21,7 @@ from plait.bench import (
     kernel_problems,
     kernel_shapes,
     snapshot_peers,
+    snapshot_way,
     suite_kernels,
     suite_pipeline,
     suite_snapshots,
@@ -95,10 +96,14 @@ def test_torch_compile_takes_part_in_the_full_run_and_its_compilation_is_reporte
 @pytest.mark.parametrize(
     "op, backward, flop, nbytes",
     [
-        ("linear", False, 2 * 3 * 8 * 5, None),
-        ("linear", True, 6 * 3 * 8 * 5, None),
-        ("attention", False, 4 * 4 * 16 * (8 * 9 // 2), None),  # 36 of 64 pairs are visible
-        ("linear_cross_entropy", True, 6 * 3 * 8 * 11, None),
+        ("linear", False, 2 * 3 * 8 * 5, 4 * (3 * 8 + 8 * 5 + 3 * 5)),
+        ("linear", True, 6 * 3 * 8 * 5, 4 * (3 * 3 * 8 + 3 * 8 * 5 + 2 * 3 * 5)),
+        ("linear_swiglu", False, 4 * 3 * 8 * 5, 4 * (3 * 8 + 2 * 8 * 5 + 3 * 5)),
+        ("linear_dgrad", False, 2 * 3 * 8 * 5, 4 * (3 * 8 + 8 * 5 + 3 * 5)),
+        ("linear_wgrad", False, 2 * 3 * 8 * 5, 4 * (3 * 8 + 3 * 5) + 8 * 8 * 5),  # the sum is read and written
+        ("attention", False, 4 * 4 * 16 * (8 * 9 // 2), 4 * 8 * 16 * (2 * 4 + 2 * 2)),  # 36 of 64 pairs are visible
+        ("attention", True, 14 * 4 * 16 * (8 * 9 // 2), 4 * 8 * 16 * (5 * 4 + 6 * 2)),
+        ("linear_cross_entropy", True, 6 * 3 * 8 * 11, 4 * (3 * 3 * 8 + 3 * 8 * 11)),  # logits need not exist
         ("rms_norm", False, None, 4 * (2 * 3 * 16 + 16)),
         ("swiglu", True, None, 4 * 8 * 3 * 16),
         ("rope", False, None, 4 * 2 * 8 * (4 + 2) * 16),
@@ -198,7 +203,7 @@ def small(quantity: str, folder: Path, mib: int = 1) -> Case:
 
 def test_state_has_the_asked_size_and_no_round_shapes():
     state = suite_snapshots.make_state(1 << 20, 5, seed=0)
-    assert snapshot_peers.size_of(state) == 1 << 20 and len({value.numel() for value in state.values()}) >= 3
+    assert snapshot_way.size_of(state) == 1 << 20 and len({value.numel() for value in state.values()}) >= 3
     assert all(value.std() > 0.9 for value in state.values())
     with pytest.raises(ValueError, match="too few for 5 tensors"):
         suite_snapshots.make_state(4000, 5, seed=0)
@@ -229,7 +234,7 @@ def test_each_way_to_save_gives_the_bits_back_and_leaves_nothing(quantity, tmp_p
 def test_a_load_that_changes_one_bit_is_refused(tmp_path, monkeypatch):
     load = snapshot_peers.TorchSave.load
 
-    def flips(self: snapshot_peers.TorchSave, path: Path, state: snapshot_peers.State) -> None:
+    def flips(self: snapshot_peers.TorchSave, path: Path, state: snapshot_way.State) -> None:
         load(self, path, state)
         state["layer.3"].view(torch.int32)[-1] ^= 1
 
