@@ -10,6 +10,7 @@ all shards are equal; the gaps are zero and stay zero under AdamW.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -53,7 +54,12 @@ class Bucket:
     steps: tuple[Axis, ...] = ()
     late: bool = False
     params: Tensor = field(init=False)
-    grads: Tensor = field(init=False)
+    grads: Tensor = field(init=False)  # of everything, or with `shards_grads` of this rank's shard
+    full: Tensor | None = field(default=None, init=False)  # with `shards_grads`: where a micro-batch's gradients go
+    passes: int = field(default=0, init=False)  # with `shards_grads`: sums started in this step
+    arrivals: Counter[Slot] = field(
+        default_factory=Counter, init=False
+    )  # with `shards_grads`: gradients in this step
     arrived: set[Slot] = field(default_factory=set, init=False)
     todo: list[Axis] = field(default_factory=list, init=False)
     started: bool = field(default=False, init=False)
@@ -69,13 +75,15 @@ class Bucket:
         numel = round_up(max(end, ALIGN), ALIGN * self.axis.size)
         first = self.slots[0].param
         self.params = torch.zeros(numel, dtype=first.dtype, device=first.device)
-        self.grads = torch.zeros(numel, dtype=main_dtype(first.dtype), device=first.device)
+        held = numel // self.axis.size if self.shards_grads else numel
+        self.grads = torch.zeros(held, dtype=main_dtype(first.dtype), device=first.device)
         for slot in self.slots:
             view = self.view(self.params, slot)
             view.copy_(slot.param.detach())
             slot.param.data = view
             slot.param.grad = None
-            slot.param.main_grad = self.view(self.grads, slot)  # type: ignore[attr-defined]
+            main_grad = None if self.shards_grads else self.view(self.grads, slot)
+            slot.param.main_grad = main_grad  # type: ignore[attr-defined]
 
     def view(self, flat: Tensor, slot: Slot) -> Tensor:
         """Returns the slot's part of a flat tensor of this layout, in the parameter's shape."""
@@ -89,17 +97,27 @@ class Bucket:
     @property
     def numel(self) -> int:
         """Elements of the flat buffers."""
-        return self.grads.numel()
+        return self.params.numel()
+
+    @property
+    def shards_grads(self) -> bool:
+        """True with ZeRO-2, but for a late bucket: its other sums need the whole gradient."""
+        return self.zero >= 2 and not self.late and self.axis.size > 1
+
+    def grads_in(self, start: int, stop: int) -> Tensor:
+        """Returns the accumulated gradients of a range of the flat buffers, with ZeRO-2 a range of the shard."""
+        first = self.shard[0] if self.shards_grads else 0
+        return self.grads[start - first : stop - first]
 
     @property
     def shard(self) -> tuple[int, int]:
-        """The range of the flat buffers that is this dp coord's to own (ZeRO-1) and to count (always)."""
+        """The range of the flat buffers that is this dp coord's to own (ZeRO-1, 2) and to count (always)."""
         size = self.numel // self.axis.size
         return self.axis.coord * size, (self.axis.coord + 1) * size
 
     @property
     def owned(self) -> tuple[int, int]:
-        """The range that this rank updates: its shard with ZeRO-1, else everything."""
+        """The range that this rank updates: its shard with ZeRO-1 and 2, else everything."""
         return self.shard if self.zero else (0, self.numel)
 
     def runs(self, key: Callable[[Slot], Hashable]) -> Iterator[tuple[Hashable, int, int]]:
@@ -118,6 +136,16 @@ class Bucket:
         self.todo = []
         self.started = False
         self.handle = None
+        self.passes = 0
+        self.arrivals.clear()
+        if self.shards_grads:
+            self.give_back()
+
+    def give_back(self) -> None:
+        """Lets go of the lent buffer: the next micro-batch's gradients need another one."""
+        self.full = None
+        for slot in self.slots:
+            slot.param.main_grad = None  # type: ignore[attr-defined]
 
     def start_reduce(self) -> None:
         """Starts the first sum; `advance` starts the others."""

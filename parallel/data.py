@@ -5,7 +5,8 @@ parameter is complete after three sums, always in this order: over the two copie
 replicas of a partial gradient (`Placement.sum_axes`), over dp. A bucket of plain parameters needs only the last one
 and starts it by itself, as soon as its last gradient has arrived in the last micro-batch (`open`) and all buckets
 before it have started, so that all dp ranks start the same messages in the same order. Tied and partial ones wait for
-`tie` and `reduce`. The sum is a sum: the loss is already divided by the tokens of the global batch.
+`tie` and `reduce`. The sum is a sum: the loss is already divided by the tokens of the global batch. With ZeRO-2 a
+bucket of plain parameters is summed after every micro-batch instead (sharded_grads.py).
 
     dp.zero_grad(); ...; dp.open(s) before the last backward of stage s; dp.tie(s); dp.reduce(s); dp.finish(); step
 """
@@ -25,9 +26,11 @@ from torch import Tensor, nn
 from plait.kernels import l2_norm_squared
 from plait.parallel.buckets import Bucket, Slot, fill, layout_of, overlap
 from plait.parallel.collectives import all_gather, all_reduce
+from plait.parallel.gradients import grad_home
 from plait.parallel.mesh import Mesh
 from plait.parallel.placement import Placement, placement_of
 from plait.parallel.sharded_adamw import ShardedAdamW
+from plait.parallel.sharded_grads import GradShards
 
 __all__ = ["DataParallel", "Shard", "ShardedAdamW", "clip_factor", "decays"]
 
@@ -76,8 +79,11 @@ class DataParallel:
         tied_ranks: tuple[int, ...] | None = None,
         decay: Callable[[str, Tensor], bool] = decays,
     ) -> None:
-        if zero not in (0, 1):
-            raise ValueError(f"zero={zero} must be 0 (full gradients) or 1 (sharded optimizer)")
+        if zero not in (0, 1, 2):
+            raise ValueError(
+                f"zero={zero} must be 0 (nothing sharded), 1 (optimizer state) or 2 (gradients too); "
+                "for 3 see plait.parallel.fully_sharded"
+            )
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes={bucket_bytes} must be at least 1")
         self.mesh, self.zero = mesh, zero
@@ -88,11 +94,14 @@ class DataParallel:
         self._check_layout()
         self._stages = tuple(stages)
         self._early = {s: [b for b in self.buckets if not b.late and b.slots[0].stages == (s,)] for s in stages}
+        self._shards = GradShards()
         self._opened: set[int] = set()
         self._reduced: set[int] = set()
         for bucket in self.buckets:
             for slot in bucket.slots:
                 slot.param.on_grad = partial(self._arrived, bucket, slot)  # type: ignore[attr-defined]
+                if bucket.shards_grads:
+                    slot.param.lend_grad = partial(self._shards.lend, bucket)  # type: ignore[attr-defined]
                 slot.param.register_post_accumulate_grad_hook(_take_grad)
 
     # ---- construction ----
@@ -142,9 +151,10 @@ class DataParallel:
         for slot in reversed(slots):
             partial_ranks = slot.placement.replica_ranks if slot.placement.sum_axes else ()
             late = slot.tied or bool(partial_ranks) or len(slot.stages) > 1
-            groups.setdefault((late, slot.stages, slot.tied, partial_ranks), []).append(slot)
+            is_vector = self.zero == 2 and not late and slot.param.dim() < 2  # sharded_grads.py says why
+            groups.setdefault((late, slot.stages, slot.tied, is_vector, partial_ranks), []).append(slot)
         buckets = []
-        for (late, _, is_tied, ranks), members in sorted(groups.items(), key=lambda group: group[0][:3]):
+        for (late, _, is_tied, _, ranks), members in sorted(groups.items(), key=lambda group: group[0][:4]):
             steps = [self.mesh.line("tied", self._tied_ranks)] if is_tied else []
             steps += [self.mesh.line("replicas", ranks)] if len(ranks) > 1 else []
             for some in fill(members, bucket_bytes):
@@ -161,7 +171,7 @@ class DataParallel:
 
     def zero_grad(self) -> None:
         """Begins a step: all accumulated gradients are zero. RuntimeError while reductions are under way."""
-        if any(bucket.handle is not None for bucket in self.buckets):
+        if any(bucket.handle is not None for bucket in self.buckets) or not self._shards.is_idle:
             raise RuntimeError("zero_grad while gradients are being reduced: finish() the step or drop() it")
         for bucket in self.buckets:
             bucket.reset()
@@ -179,6 +189,7 @@ class DataParallel:
                 except RuntimeError as error:
                     logging.getLogger(__name__).warning("dropped a reduction that failed: %s", error)
                 bucket.handle = None
+        self._shards.drop()
         self.zero_grad()
 
     def open(self, stage: int) -> None:
@@ -197,6 +208,7 @@ class DataParallel:
         """REDUCE_GRAD: the stage's gradients are complete; starts what has not started by itself, in order."""
         self._check_stage(stage)
         self._reduced.add(stage)
+        self._shards.complete([bucket for bucket in self._early[stage] if bucket.shards_grads])
         for bucket in self._early[stage]:
             if not bucket.started:
                 bucket.start_reduce()
@@ -213,12 +225,16 @@ class DataParallel:
         missing = [stage for stage in self._stages if stage not in self._reduced]
         if missing:
             raise RuntimeError(f"finish() before reduce() of stages {missing}")
+        self._shards.finish()
         # Rounds over all buckets, so that each round's messages travel together; in one order on all ranks.
         while any([bucket.advance() for bucket in self.buckets]):
             pass
 
     def _arrived(self, bucket: Bucket, slot: Slot, param: Tensor) -> None:
         """Gradient-ready hook: counts the bucket down, and starts it and those that waited for it."""
+        if bucket.shards_grads and not bucket.started:
+            self._shards.arrived(bucket, slot, self._early[slot.stages[0]])
+            return
         if bucket.started or slot in bucket.arrived:
             raise RuntimeError(
                 f"a gradient of {slot.name} arrived after its bucket was complete: call zero_grad() before a step, "
@@ -255,7 +271,7 @@ class DataParallel:
             for counted, start, stop in bucket.runs(lambda slot: slot.counted):
                 common = overlap((start, stop), bucket.shard)
                 if counted and common:
-                    parts.append(bucket.grads[common[0] : common[1]])
+                    parts.append(bucket.grads_in(*common))
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for dtype in (torch.float32, torch.float64):
             some = [part for part in parts if part.dtype == dtype]
@@ -317,6 +333,6 @@ def _take_grad(param: nn.Parameter) -> None:
     if param.grad is None:
         return
     with torch.no_grad():
-        param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
+        grad_home(param).add_(param.grad)
     param.grad = None
     param.on_grad(param)  # type: ignore[attr-defined]

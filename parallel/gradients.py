@@ -5,6 +5,7 @@ The one idea: a parameter carries where its gradient lives (`param.main_grad`, s
 tell (`param.on_grad`); a `GradSink` carries when the work is done. Attributes read here, all optional:
 
     param.main_grad   fp32 (fp64 for fp64) tensor of the parameter's shape; absent: `param.grad` is used
+    param.lend_grad   callable(), sets a zeroed main_grad where that is None (ZeRO-2)
     param.on_grad     callable(param), called once per micro-batch when every use of the parameter was added
     param.grad_uses   how many layers use the parameter (2 for a tied embedding on one stage); absent: 1
 """
@@ -49,6 +50,10 @@ class GradSink:
             while queue:  # popped one by one, so that the tensors of each are freed before the next runs
                 queue.pop()()
 
+    def holds(self, microbatch: int) -> bool:
+        """Whether work of the micro-batch is queued."""
+        return microbatch in self._queues
+
     @property
     def pending(self) -> int:
         """The number of queued pieces of work over all micro-batches."""
@@ -57,6 +62,19 @@ class GradSink:
     def clear(self) -> None:
         """Drops all queued work: for a step that is given up."""
         self._queues.clear()
+
+
+def inseparable(module: nn.Module) -> tuple[str, ...]:
+    """Names of the layers of a module whose weight gradients autograd makes, and which so cannot wait for W.
+
+    A schedule with I and W runs them all the same, but their W is empty: `search(split=False)` leaves such schedules
+    out. A layer that can split has a `weight_grads` sink; a frozen one has nothing to split.
+    """
+    return tuple(
+        name
+        for name, layer in module.named_modules()
+        if not hasattr(layer, "weight_grads") and any(p.requires_grad for p in layer.parameters(recurse=False))
+    )
 
 
 def add_use(param: nn.Parameter) -> None:
@@ -81,6 +99,9 @@ def notify(param: nn.Parameter) -> None:
 def grad_home(param: nn.Parameter) -> Tensor:
     """Returns the tensor that a gradient of the parameter is added into; a new `param.grad` of zeros at need."""
     home = getattr(param, "main_grad", None)
+    if home is None and (lend := getattr(param, "lend_grad", None)) is not None:
+        lend()
+        home = param.main_grad  # type: ignore[attr-defined]
     if home is not None:
         return home
     if param.grad is None:

@@ -1,8 +1,8 @@
-"""AdamW over the flat buckets of `DataParallel`: on everything, or with ZeRO-1 on this rank's shard of each bucket.
+"""AdamW over the flat buckets of `DataParallel`: on everything, or with ZeRO on this rank's shard of each bucket.
 
 Not here: the learning rate of a step (the training loop), and files (`pieces` says what there is to save).
 The one idea: the update of a bucket is one call per run of parameters with equal weight decay, on long flat tensors;
-with ZeRO-1 the new weights then travel to the other dp ranks while the next bucket is updated.
+with ZeRO the new weights then travel to the other dp ranks while the next bucket is updated.
 
 fp32 master weights exist for 16-bit parameters only; moments are fp32 (fp64 for fp64).
 """
@@ -74,7 +74,7 @@ class ShardedAdamW:
     @staticmethod
     def _new_state(bucket: Bucket) -> _State:
         start, stop = bucket.owned
-        like = bucket.grads[start:stop]
+        like = bucket.grads_in(start, stop)
         master = torch.empty_like(like) if bucket.params.dtype != bucket.grads.dtype else None
         return _State(master, torch.zeros_like(like), torch.zeros_like(like))
 
@@ -104,7 +104,7 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def step(self, lr: float, weight_decay: float = 0.0, grad_scale: Tensor | float | None = None) -> None:
-        """Updates all weights from the reduced gradients times `grad_scale`; collective over dp with ZeRO-1."""
+        """Updates all weights from the reduced gradients times `grad_scale`; collective over dp with ZeRO."""
         for hook in list(self._step_hooks.values()):
             hook(self, (lr, weight_decay, grad_scale), {})
         self.steps += 1
@@ -127,7 +127,7 @@ class ShardedAdamW:
             here = slice(start - first, stop - first)
             kernels.adamw_(
                 [bucket.params[start:stop]],
-                [bucket.grads[start:stop]],
+                [bucket.grads_in(start, stop)],
                 [state.exp_avg[here]],
                 [state.exp_avg_sq[here]],
                 None if state.master is None else [state.master[here]],
@@ -141,7 +141,7 @@ class ShardedAdamW:
             )
 
     def _start_gather(self, bucket: Bucket) -> Handle:
-        """Starts to bring the bucket's shards of the weights to all dp ranks; nothing to do without ZeRO-1."""
+        """Starts to bring the bucket's shards of the weights to all dp ranks; nothing to do without ZeRO."""
         first, last = bucket.owned
         if bucket.zero and bucket.axis.size > 1:
             self._before_write(bucket.params)
@@ -161,7 +161,7 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def gather_params(self) -> None:
-        """Brings each dp rank's shard of the weights to all, after `pieces` were restored; nothing without ZeRO-1."""
+        """Brings each dp rank's shard of the weights to all, after `pieces` were restored; nothing without ZeRO."""
         for gather in [self._start_gather(bucket) for bucket in self.dp.buckets]:
             gather.wait()
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from plait.kernels import adamw_ref
 from plait.parallel import buckets as buckets_module
+from plait.parallel import sharded_grads
 from plait.parallel.buckets import ALIGN, fill, overlap, round_up
 from plait.parallel.data import DataParallel, ShardedAdamW, clip_factor, decays
 from plait.parallel.gradients import accumulate, add_use
@@ -109,7 +110,7 @@ def close(a, b, rtol=1e-12):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize(("n", "bucket_bytes", "microbatches"), [(2, 1, 1), (2, 1 << 20, 2), (4, 1000, 2), (1, 1, 4)])
 def test_parity_with_one_process(n, bucket_bytes, microbatches, zero):
     weights, norms = train_alone(3)
@@ -167,14 +168,15 @@ class Log:
 
     def __init__(self):
         self.events = []
-        for name in ("all_reduce", "reduce_scatter"):
-            original = getattr(buckets_module, name)
+        sums = [(buckets_module, "all_reduce"), (buckets_module, "reduce_scatter"), (sharded_grads, "reduce_scatter")]
+        for module, name in sums:
+            original = getattr(module, name)
 
             def logged(tensor, axis, *args, _name=name, _original=original, **kwargs):
                 self.events.append((_name, axis.name, tensor.numel()))
                 return _original(tensor, axis, *args, **kwargs)
 
-            setattr(buckets_module, name, logged)
+            setattr(module, name, logged)
 
 
 def body_accumulate(rank, zero):
@@ -251,6 +253,62 @@ def test_messages_start_in_one_order_on_all_ranks():
     run_ranks(2, body_order)
 
 
+# ---- ZeRO-2 ------------------------------------------------------------------------------------------------------
+
+
+def body_sharded_grads(rank, microbatches):
+    """Gradients take their share of the bytes and a few buffers, which later steps use again."""
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(6)])
+    dp = DataParallel({0: model}, Mesh.create(dp=2), zero=2, bucket_bytes=4 * 64 * 64)
+    assert len(dp.buckets) == 6
+    kept = sum(bucket.grads.numel() for bucket in dp.buckets)
+    assert kept == sum(p.numel() for p in model.parameters()) // 2
+    counts = []
+    for step in range(3):
+        dp.zero_grad()
+        for m in range(microbatches):
+            generator = torch.Generator().manual_seed(8 * step + 2 * m + rank)
+            model(torch.randn(2, 64, generator=generator)).pow(2).sum().backward()
+            assert all(p.grad is None and p.main_grad is None for p in model.parameters())
+        dp.open(0)
+        dp.reduce(0)
+        dp.finish()
+        assert [bucket.passes for bucket in dp.buckets] == [microbatches] * 6
+        counts.append(dp._shards.num_buffers)
+    # one that fills, and those in flight; the number does not grow with buckets, micro-batches or steps
+    assert counts == [counts[0]] * 3 and counts[0] <= 1 + sharded_grads.MAX_IN_FLIGHT
+    return torch.cat([bucket.grads for bucket in dp.buckets])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_zero2_keeps_a_share_of_the_gradients_and_a_few_buffers(microbatches):
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(6)])
+    first, again = (run_ranks(2, body_sharded_grads, microbatches) for _ in range(2))
+    for a, b in zip(first, again, strict=True):
+        assert torch.equal(a, b) and a.numel() == sum(p.numel() for p in model.parameters()) // 2
+
+
+def body_missing_gradient(rank):
+    """Parameter c gets no gradient; a its second before b its first, as where I of one comes before W of another."""
+    params = [nn.Parameter(torch.zeros(8, 8)) for _ in range(3)]
+    dp = DataParallel({0: nn.ParameterDict(dict(zip("abc", params, strict=True)))}, Mesh.create(dp=2), zero=2)
+    for index in (0, 0, 1, 1):
+        accumulate(params[index], torch.full((8, 8), float(rank + 1)))
+    dp.reduce(0)
+    dp.finish()
+    (bucket,) = dp.buckets
+    with pytest.raises(RuntimeError, match="after its bucket was complete"):
+        accumulate(params[0], torch.ones(8, 8))
+    return bucket.grads.clone()
+
+
+@pytest.mark.ranks
+def test_zero2_takes_gradients_in_any_order_and_none():
+    flat = torch.cat(run_ranks(2, body_missing_gradient))
+    assert sorted(flat.tolist()) == [0.0] * (flat.numel() - 128) + [6.0] * 128
+
+
 # ---- sums that come before dp ------------------------------------------------------------------------------------
 
 
@@ -302,7 +360,7 @@ def body_tied(rank, zero):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [0, 1, 2])
 def test_tied_copies_stay_equal_on_a_grid(zero):
     """Cases 24 and 39: tie before dp; both copies bit-equal after each step and equal to one process."""
     embed, owns = Tied(0).embed.detach(), [Tied(0).own.detach(), Tied(1).own.detach()]
@@ -469,7 +527,7 @@ def test_a_dropped_step_leaves_no_gradient_behind():
 
 def test_misuse_is_refused():
     model = nn.Linear(4, 4)
-    for wrong in ({"zero": 2}, {"bucket_bytes": 0}):
+    for wrong in ({"zero": 3}, {"bucket_bytes": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             DataParallel({0: model}, Mesh.single(), **wrong)
     with pytest.raises(ValueError, match="not a trainable parameter|does not name it|do not name it"):

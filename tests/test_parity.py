@@ -78,6 +78,7 @@ GRIDS = [
     Grid(tp=4, zero=1, tied=True),
     Grid(dp=2, pp=2, zero=1, tied=True),
     Grid(dp=2, tp=2, zero=1, sequence_parallel=True, recompute="full"),
+    Grid(dp=2, pp=2, zero=2, schedule="zb_h1", tied=True),
     Grid(pp=2, tp=2, schedule="interleaved", sequence_parallel=True, tied=True),
     Grid(dp=2, pp=2, tp=2, zero=1, sequence_parallel=True, recompute="selective", tied=True),
     Grid(dp=2, pp=2, tp=2, schedule="gpipe"),
@@ -130,11 +131,12 @@ class Run:
         return float(result.loss), float(self.data_parallel.grad_norm())
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
-        """Every full gradient, gathered over dp (ZeRO-1 leaves each rank its shard), tp and pp."""
+        """Every full gradient, gathered over dp (ZeRO leaves each rank its shard), tp and pp."""
         if self.grid.zero:
             for bucket in self.data_parallel.buckets:
-                start, stop = bucket.shard
-                bucket.grads.copy_(all_gather(bucket.grads[start:stop].clone(), bucket.axis))
+                full = all_gather(bucket.grads_in(*bucket.shard).clone(), bucket.axis)
+                for slot in bucket.slots:
+                    slot.param.main_grad = bucket.view(full, slot)
         return full_state(self.stages, self.mesh, lambda param: param.main_grad)
 
 
@@ -210,7 +212,7 @@ def test_loss_and_full_gradients_equal_one_process(grid):
     ],
 )
 def test_every_schedule_equals_one_process(schedule):
-    """Tied and untied, layers that the stages divide and that they do not, ZeRO 0 and 1: 64 grids in all."""
+    """Tied and untied, layers that the stages divide and that they do not, ZeRO 0, 1 and 2: 64 grids in all."""
     for size, grids in itertools.groupby(covering(schedule), key=lambda grid: grid.world_size):
         wanted = list(grids)
         results = run_ranks(size, many_backwards, wanted, timeout=240)
@@ -219,14 +221,15 @@ def test_every_schedule_equals_one_process(schedule):
 
 
 def covering(schedule: str) -> list[Grid]:
-    """Eight grids of a schedule: every pair of choices of tied, layers, ZeRO stage and shape of the grid occurs."""
+    """Eight grids of a schedule: every pair of choices of tied, layers, sharded or not, and shape occurs."""
     shapes = {0: ({"pp": 2}, {"pp": 4}), 1: ({"dp": 2, "pp": 2}, {"dp": 2, "pp": 2, "tp": 2})}
     grids = []
     for tied, even, zero in itertools.product((False, True), (False, True), (0, 1)):
         shape = shapes[zero][tied ^ even]
         layers = 8 if even else 9 if shape["pp"] == 4 else 5
         recompute = ("none", "full", "selective")[len(grids) % 3]
-        grids.append(Grid(**shape, zero=zero, schedule=schedule, recompute=recompute, tied=tied, layers=layers))
+        stage = 2 if zero and tied == even else zero
+        grids.append(Grid(**shape, zero=stage, schedule=schedule, recompute=recompute, tied=tied, layers=layers))
     return sorted(grids, key=lambda grid: grid.world_size)
 
 
