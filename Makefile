@@ -7,12 +7,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FUZZ_SECONDS ?= 3600
+FAULTS ?= 10000
 TRAIN_FLAGS ?= --mesh dp=2,pp=2,tp=2
 PYTEST := $(BIN)/python -P -m pytest
 # Two workers on two cores; each test that starts ranks forks them from one prepared server.
 WORKERS ?= 2
 
-.PHONY: help build train test test-fast test-long sanitize fuzz lint types bench clean
+.PHONY: help build train test test-fast test-long faults sanitize fuzz lint types bench clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/'
@@ -46,7 +47,11 @@ test-fast: build ## the tests that start no ranks and compile nothing
 
 test-long: build ## the longer walks: more kills, more faults, more grids
 	$(PYTEST) tests -n $(WORKERS) -m "long and not gpu and not interpret"
+	$(BIN)/python -m tests.walk --faults 10000
 	TRITON_INTERPRET=1 $(PYTEST) tests -n $(WORKERS) -m "long and interpret"
+
+faults: build ## 10,000 injected faults in saves, commits, copies and restores, counted; the record in bench/results
+	$(BIN)/python -m tests.walk --faults $(FAULTS)
 
 sanitize: build ## the extension's own tests on builds with ASan, UBSan and TSan
 	$(BIN)/python -P tests/sanitize.py address

@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ class Lease:
         self._stop.set()
         self._thread.join()
         if self._is_mine():
-            self.path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                os.unlink(self.path)
 
     def _take(self) -> None:
         mine = self.path.with_name(f"LOCK.lease.{secrets.token_hex(8)}")
@@ -57,16 +59,17 @@ class Lease:
                 os.link(mine, self.path)  # whole or not at all, and by one of two that come together
                 return
             except FileExistsError:
-                self._refuse_if_alive(mine.stat().st_mtime)
+                self._refuse_if_alive(os.stat(mine).st_mtime)
             os.rename(mine, self.path)
         finally:
-            mine.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                os.unlink(mine)
         self.check()  # another one that found the owner dead may have been faster
 
     def _refuse_if_alive(self, now_s: float) -> None:
         owner = read_record(self.path)
         try:
-            age_s = now_s - self.path.stat().st_mtime
+            age_s = now_s - os.stat(self.path).st_mtime
         except FileNotFoundError:  # let go this moment
             return
         mine = all(owner.get(key) == value for key, value in this_process().items())  # another object of this process

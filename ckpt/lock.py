@@ -80,17 +80,24 @@ class RootLock:
             raise SnapshotError(f"'{self.path}' was taken over by {describe_owner(record)}; nothing is committed")
 
     def close(self) -> None:
-        """Lets go; a second call does nothing."""
+        """Lets go, also where the disk does not take the record any more (OSError); a second call does nothing."""
         if self._fd < 0:
             return
-        record = self.record()
-        if record.get("epoch") == self.epoch:
-            self._write({**record, "held": False})
-        if self._lease is not None:
-            self._lease.close()
-        else:  # a child forked a moment ago may not have run yet and still hold its copy: this reaches that one too
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
-        self._release()
+        try:
+            record = self.record()
+            if record.get("epoch") == self.epoch:
+                self._write({**record, "held": False})
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        try:
+            if self._lease is not None:
+                self._lease.close()
+            else:  # a child forked a moment ago may not have run yet and still hold its copy: this reaches it too
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+        finally:
+            self._release()
 
     def _release(self) -> None:
         fd, self._fd = self._fd, -1

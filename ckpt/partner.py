@@ -15,6 +15,7 @@ import secrets
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,20 @@ class _Server(socketserver.ThreadingTCPServer):
     def __init__(self, host: str, root: DirStore, token: str, timeout_s: float) -> None:
         super().__init__((host, 0), _Request)
         self.root, self.token, self.timeout_s = root, token, timeout_s
+        self._ends = False
+
+    def serve(self) -> None:
+        """Takes connections, each in a thread of its own, until `end()`. Waits in the kernel, without looking up."""
+        while not self._ends:
+            try:
+                self.process_request(*self.socket.accept())
+            except OSError:  # ended; or no more descriptors for a while
+                time.sleep(0.0 if self._ends else 0.1)
+
+    def end(self) -> None:
+        """Ends `serve`; connections that are served end by themselves."""
+        self._ends = True
+        self.socket.shutdown(socket.SHUT_RDWR)
 
 
 class _Request(socketserver.StreamRequestHandler):
@@ -156,7 +171,7 @@ class Peers:
         self._own, self._rank, self._partner = DirStore(root, io, session), rank, partner
         token = secrets.token_hex(16)
         self._server = _Server(partner.host, self._own, token, partner.timeout_s)
-        self._thread = threading.Thread(target=self._server.serve_forever, name=f"plait-peers-{rank}", daemon=True)
+        self._thread = threading.Thread(target=self._server.serve, name=f"plait-peers-{rank}", daemon=True)
         self._thread.start()
         prefix = f"plait/{session}/peer"
         store.set(f"{prefix}/{rank}", json.dumps([partner.host, self._server.server_address[1], token]))
@@ -182,9 +197,9 @@ class Peers:
         """Ends the server; connections that are served end by themselves. Again does nothing."""
         if not self._thread.is_alive():
             return
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.end()
         self._thread.join()
+        self._server.server_close()
 
 
 def join_peers(

@@ -114,8 +114,7 @@ class Snapshots:
         self._capturer: Capturer | None = None
         self._background: Background | None = None
         self._lock: RootLock | None = None
-        self._flattener = Flattener()
-        self._sequence = 0
+        self._flattener, self._sequence = Flattener(), 0
         self._last: Handle | None = None
         if not read_only:
             owned = own(self._io, self.root, rank, self._session, self._tiers.known_run, disks)
@@ -278,13 +277,14 @@ class Snapshots:
             if self._lock is not None and (self._last is None or self._last.done()):
                 self._background.bury()
             self._background.close()
-        self._tiers.close(timeout_s)
-        if self._capturer is not None:
-            self._capturer.close()
-            self._capturer = None
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        try:
+            self._tiers.close(timeout_s)
+            if self._capturer is not None:
+                self._capturer.close()
+        finally:
+            self._capturer, lock, self._lock = None, self._lock, None
+            if lock is not None:
+                lock.close()
         self.check()
 
     def __enter__(self) -> Snapshots:

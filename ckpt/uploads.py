@@ -101,13 +101,14 @@ class Tiers:
     def close(self, timeout_s: float | None) -> None:
         """Waits for copies in flight, up to the time limit, then gives them up; ends the threads and the server."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        for lane in self._lanes:
-            lane.close(deadline)
-        for lock in self._locks:
-            lock.close()
-        if self._peers is not None:
-            self._peers.close()
-        self._lanes, self._locks = [], []
+        with ExitStack() as closing:  # each of them, whatever one of them raises
+            if self._peers is not None:
+                closing.callback(self._peers.close)
+            for lock in self._locks:
+                closing.callback(lock.close)
+            for lane in self._lanes:
+                closing.callback(lane.close, deadline)
+            self._lanes, self._locks = [], []
 
     def copies(self, step: int | None) -> Iterator[Copy]:
         """Yields copies (of one step), newest first, those of an earlier tier before those of a later one."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from plait import _C
 from plait.ckpt import PerRank, Snapshots
 
 KILLED = 137  # what FaultIo exits with
+T = TypeVar("T")
 
 
 def small_state(seed: int) -> dict[str, Any]:
@@ -57,7 +61,7 @@ def restored_seed(root: Path) -> int | None:
     return values["step"]
 
 
-def in_child(work: Callable[[], None]) -> int:
+def in_child(work: Callable[[], object]) -> int:
     """Runs `work` in a forked child; returns its exit status: 0, KILLED, or 1 for an exception."""
     pid = os.fork()
     if pid == 0:
@@ -115,3 +119,75 @@ def flip(path: Path, at: int, bit: int = 0) -> None:
         byte = file.read(1)[0]
         file.seek(at)
         file.write(bytes([byte ^ (1 << bit)]))
+
+
+class Calls:
+    """What _C.FaultIo is for the system calls of the extension, for calls from Python: numbers them and fails by a
+    script of (index, action, value). Actions: errno, errno_after (the call is done, its answer lost), crash_before,
+    crash_after, short (a pwrite of `value` bytes). sticky: from an errno on all fail."""
+
+    def __init__(self, script: Sequence[tuple[int, str, int]] = (), sticky: bool = False) -> None:
+        self._script, self._sticky = {index: (action, value) for index, action, value in script}, sticky
+        self._lock, self._broken = threading.Lock(), 0
+        self.ops: list[tuple[str, str]] = []
+
+    def call(self, name: str, real: Callable[..., T], *args: Any, **named: Any) -> T:
+        """Does the next call, or fails."""
+        what = next((os.fspath(a) for a in args if isinstance(a, (str, os.PathLike))), "")
+        with self._lock:
+            action, value = self._script.get(len(self.ops), ("", 0))
+            if self._broken:
+                action, value = "errno", self._broken
+            self.ops.append((name, str(what)))
+            if self._sticky and action == "errno":
+                self._broken = value
+        if action == "crash_before":
+            os._exit(KILLED)
+        if action == "errno":
+            raise OSError(value, os.strerror(value), what or name)
+        if action == "short" and name == "pwrite":
+            args = (args[0], memoryview(args[1])[:value], *args[2:])
+        result = real(*args, **named)
+        if action == "crash_after":
+            os._exit(KILLED)
+        if action == "errno_after":
+            raise OSError(value, os.strerror(value), what or name)
+        return result
+
+
+class _FaultyOs:
+    """The module os, whose calls to the kernel pass through Calls."""
+
+    NAMES = ("open", "pwrite", "pread", "fsync", "fdatasync", "ftruncate", "link", "rename", "unlink", "utime")
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        if name not in (*self.NAMES, "stat", "fstat", "posix_fadvise"):
+            return real
+        return lambda *args, **named: self._calls.call(name, real, *args, **named)
+
+
+@contextmanager
+def faulty_os(calls: Calls, *modules: ModuleType) -> Iterator[None]:
+    """Lets what these modules call `os` fail by a script."""
+    with ExitStack() as patches:
+        for module in modules:
+            patches.enter_context(mock.patch.object(module, "os", _FaultyOs(calls)))
+        yield
+
+
+class FaultyStore:
+    """A store of copies whose requests pass through Calls: each may fail before or after it was served."""
+
+    REQUESTS = ("steps", "unfinished", "begin", "finish", "files", "put", "put_stream", "get", "remove", "check")
+
+    def __init__(self, store: Any, calls: Calls) -> None:
+        self._store, self._calls = store, calls
+        self.url, self.local = store.url, store.local
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(self._store, name)
+        return lambda *args: self._calls.call(name, real, *args) if name in self.REQUESTS else real(*args)

@@ -40,7 +40,7 @@ from plait import _C
 from plait.ckpt import SnapshotError, Snapshots, Tier
 from plait.ckpt.crypt import load_key
 from plait.ckpt.tier_reader import open_folder
-from tests import walk
+from tests import cycles
 
 LIMIT_S = 20  # for one input
 MEMORY_BYTES = 256 << 20  # the inputs have about 50 KB
@@ -85,7 +85,7 @@ class Seed(NamedTuple):
     name: str
     folder: str
     files: Files
-    cycle: walk.Cycle
+    cycle: cycles.Cycle
     key: bytes | None
 
 
@@ -93,13 +93,13 @@ def make_seeds(root: Path) -> list[Seed]:
     """Snapshots of all kinds: whole, linked to older files, of two ranks, signed, compressed, encrypted."""
     seeds = []
     for name in ("eager", "delta", "two ranks", "signed"):
-        cycle = walk.CYCLES[name]
-        walk.make_old(cycle, root / name)
+        cycle = cycles.CYCLES[name]
+        cycles.make_old(cycle, root / name)
         cycle.run(root / name, [_C.PosixIo() for _ in range(cycle.ranks)], cycle.steps)
         newest = max((root / name).glob("step-*"))
         seeds.append(_seed(name, newest, cycle, cycle.key))
     for name, tier in (("zstd", {"compress": True}), ("sealed", {"compress": 3, "encrypt": True})):
-        cycle = walk.CYCLES["signed" if "encrypt" in tier else "eager"]
+        cycle = cycles.CYCLES["signed" if "encrypt" in tier else "eager"]
         tiers = (Tier(root / f"{name}-copies", **tier),)
         with Snapshots(root / name, tiers=tiers, key=cycle.key) as snapshots:
             snapshots.save(2, cycle.state(2, 0)).wait("remote")
@@ -107,7 +107,7 @@ def make_seeds(root: Path) -> list[Seed]:
     return seeds
 
 
-def _seed(name: str, folder: Path, cycle: walk.Cycle, key: bytes | None) -> Seed:
+def _seed(name: str, folder: Path, cycle: cycles.Cycle, key: bytes | None) -> Seed:
     files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
     return Seed(name, folder.name, files, cycle, key)
 
@@ -243,7 +243,7 @@ def try_input(seed: Seed, files: Files, is_right: bool, folder: Path) -> str:
         outcome = "read"
     except SnapshotError:
         pass
-    state = walk.blank(seed.cycle.state(0, 0))
+    state = cycles.blank(seed.cycle.state(0, 0))
     try:
         found = Snapshots(folder, read_only=True, key=key).restore(
             state, allow_missing=("*",), allow_unexpected=("*",), cast=True
@@ -252,7 +252,7 @@ def try_input(seed: Seed, files: Files, is_right: bool, folder: Path) -> str:
         return outcome
     if not is_right:
         wanted = seed.cycle.state(found.step, 0)
-        assert walk.same(found.values, wanted), "changed bytes were restored in silence"
+        assert cycles.same(found.values, wanted), "changed bytes were restored in silence"
     return "restored"
 
 

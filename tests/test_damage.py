@@ -1,7 +1,7 @@
 """Every byte flipped and every truncation of a snapshot's files: found out, the file named, the older snapshot taken.
 
 The long test walks all bytes of what is small (manifest, fragments, values, headers) and every truncation of it, and
-samples the data densely; the short one takes a few of each. Kinds of snapshots are those of walk.py.
+samples the data densely; the short one takes a few of each. Kinds of snapshots are those of cycles.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import pytest
 
 from plait import _C
 from plait.ckpt import Snapshots
+from tests.cycles import CYCLES, Cycle, bits, blank, same
 from tests.faults import flip
-from tests.walk import CYCLES, Cycle, bits, blank, same
 
 GOOD, DAMAGED = 1, 2
 KINDS = ["eager", "delta", "two ranks", "signed"]

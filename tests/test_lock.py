@@ -11,12 +11,12 @@ import time
 import pytest
 import torch
 
-from plait.ckpt import Snapshots
+from plait.ckpt import Snapshots, Tier, lock
 from plait.ckpt.errors import SnapshotError, SnapshotLocked
 from plait.ckpt.lease import Lease
 from plait.ckpt.lock import RootLock, refuse_if_held
 from plait.ckpt.owner import owner_is_alive, read_record, this_process
-from tests.faults import in_child, restored_seed, small_state
+from tests.faults import Calls, faulty_os, in_child, restored_seed, small_state
 
 
 def hold_in_child(root, work) -> int:
@@ -61,14 +61,15 @@ def test_a_record_means_one_process_of_one_boot(tmp_path, change, alive):
     hold_in_child(tmp_path, look)
 
 
+def _refuse_flock(*_):
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
 @pytest.fixture
 def no_flock(monkeypatch):
     """A file system without locks, as flock says it there."""
 
-    def refuse(fd, operation):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", _refuse_flock)
 
 
 def test_without_flock_a_second_job_is_refused_and_a_dead_one_is_followed(tmp_path, no_flock):
@@ -142,3 +143,31 @@ def test_a_lock_whose_record_says_nothing_is_of_nobody(tmp_path, text):
     assert read_record(tmp_path / "LOCK") == {}
     with Snapshots(tmp_path) as snapshots:
         snapshots.save(1, {"a": torch.zeros(3)}).wait()
+
+
+@pytest.mark.parametrize("flock", [True, False])
+def test_a_lock_whose_record_the_disk_refuses_at_the_end_is_let_go_all_the_same(tmp_path, monkeypatch, flock):
+    """The walk found it: the flock stayed with the process, and nobody could save there until it ended."""
+    if not flock:
+        monkeypatch.setattr(fcntl, "flock", _refuse_flock)
+    calls = Calls()
+    with faulty_os(calls, lock):
+        held = RootLock(tmp_path, "first")
+        count = len(calls.ops)
+        held.close()
+    assert [name for name, _ in calls.ops[count:]][:1] == ["pwrite"]
+    with faulty_os(Calls([(count, "errno", errno.ENOSPC)], sticky=True), lock):
+        held = RootLock(tmp_path, "second")
+        with pytest.raises(OSError, match="No space left"):
+            held.close()
+        held.close()
+    RootLock(tmp_path, "third").close()
+
+
+def test_a_tier_whose_lock_cannot_be_let_go_keeps_nothing_else(tmp_path, monkeypatch):
+    tiers = [Tier(tmp_path / "a"), Tier(tmp_path / "b")]
+    snapshots = Snapshots(tmp_path / "near", tiers=tiers)
+    monkeypatch.setattr(snapshots._tiers._locks[1], "_write", _refuse_flock)
+    with pytest.raises(OSError, match="No locks available"):
+        snapshots.close()
+    Snapshots(tmp_path / "near", tiers=tiers).close()

@@ -1,233 +1,345 @@
-"""Kinds of saves whose every operation can be made to fail, and what must hold after each fault.
+"""A fault at every operation of every kind of save: errors, short and torn writes, kills, power loss.
 
-Not tests: test_walk.py walks. The one idea: a run with the snapshot OLD is copied, a cycle of saves runs on the copy
-with one fault, and then the newest snapshot that restores is whole, bit for bit, not older than what was durable
-before the fault, and the next save works.
+`python -m tests.walk --faults 10000` (`make faults`) walks all kinds of cycles.py, counts, ends at the first loss,
+and writes what it did to bench/results/faults.json. Fewer faults take every so many operations. The tests of
+test_walk.py walk the same. The one idea: each walk is a process of its own on copies of one small run in memory, so
+that a fault costs some 40 ms and nothing of one walk (a lock, a thread) reaches another.
 """
 
 from __future__ import annotations
 
+import argparse
+import errno
+import json
 import os
-import re
-import secrets
+import select
 import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 import torch
 
 from plait import _C
-from plait.ckpt import PerRank, Sharded, Snapshots
-from plait.ckpt.folders import leftovers, step_folders
-from tests.faults import on_ranks
+from plait.ckpt import SnapshotError, capture, part
+from tests.cycles import (
+    CYCLES,
+    OLD,
+    PLACES,
+    Cycle,
+    check_and_go_on,
+    commits,
+    durable_commits,
+    make_old,
+    newest,
+)
+from tests.faults import KILLED, in_child
+from tests.power import lose, pending
 
-OLD, NEXT = 1, 9
-KEY = bytes(range(32))
-TIMEOUT_S = 3.0  # how long a rank waits for one that failed in silence
-LARGE = 20_000  # elements of what is captured lazily or, in slabs, strided
-
-Ops = list[tuple[str, str]]
-Ios = Sequence[_C.Io]
-
-
-class Cycle(NamedTuple):
-    """steps: what the cycle saves, in order. state: of a seed and rank; run: opens, saves, closes."""
-
-    steps: tuple[int, ...]
-    ranks: int
-    state: Callable[[int, int], dict[str, Any]]
-    run: Callable[[Path, Ios, tuple[int, ...]], None]
-    key: bytes | None = None
-
-
-def bits(seed: int, numel: int) -> torch.Tensor:
-    """float32 whose every element differs between seeds."""
-    return torch.arange(numel, dtype=torch.float32) + 1_000_000 * seed
+CUTS = (1, 511, 512, 4096)  # bytes of a short or torn write
+LOSSES = 12  # ways of losing what was not synced, at each operation of a whole walk
+_ONE = b"\x01"  # what a walk tells after each fault
+BLOCK_BYTES = 1 << 20  # so that a small state needs slabs
+RECORD = Path(__file__).resolve().parents[1] / "bench" / "results" / "faults.json"
+WHOLE = 12_000  # about what all walks have together
+Indices = Callable[[int, int], range]  # (operations, kind of fault) -> those to walk
 
 
-def plain_state(seed: int, rank: int = 0, numel: int = 3_000) -> dict[str, Any]:
-    """A few tensors, a tied one, values and what belongs to one rank."""
-    w = bits(seed, numel).reshape(-1, 10)
-    return {
-        "model": {"w": w, "tied": w, "odd": bits(seed, 77)[::2], "half": bits(seed, 33).half(), "none": w[:0]},
-        "step": seed,
-        "loss": seed / 3,
-        "rng": PerRank(bytes([seed, rank] * 5)),
-    }
+def small_blocks(patch: Callable[[Any, str, int], None] = setattr) -> None:
+    """Sets the size of blocks in the modules that capture and write."""
+    for module in (capture, part):
+        patch(module, "BLOCK_BYTES", BLOCK_BYTES)
 
 
-def sharded_state(seed: int, rank: int) -> dict[str, Any]:
-    """Rows of two ranks, and what both hold."""
-    rows = bits(seed, 4_000).reshape(4, 1_000)[2 * rank : 2 * rank + 2].clone()
-    return {
-        "w": Sharded(rows, (4, 1_000), (2 * rank, 0)),
-        "both": bits(seed, 2_000),
-        "step": seed,
-        "rng": PerRank(bytes([seed, rank] * 5)),
-    }
+class Walker:
+    """One cycle on copies of one run. ops: of each rank, without a fault. count: faults injected; tell: is called
+    after each. where: the latest one."""
+
+    def __init__(self, cycle: Cycle, folder: Path, tell: Callable[[], None] = lambda: None) -> None:
+        self.cycle, self.folder, self.tell = cycle, folder, tell
+        self.where: object = "without a fault"
+        self.count = self._folders = 0
+        self.old = make_old(cycle, folder / "old")
+        root = self.fresh()
+        ios = self.ios({})
+        cycle.run(root, ios, cycle.steps)
+        self.ops = [list(io.ops) for io in ios]
+        self.logged = root
+        shutil.rmtree(root)
+
+    def fresh(self) -> Path:
+        self._folders += 1
+        return Path(shutil.copytree(self.old, self.folder / f"copy-{self._folders:05d}"))
+
+    def ios(self, faulty: dict[int, Any]) -> list[Any]:
+        """One for each rank, counting unless it is given."""
+        return [faulty.get(rank, io) for rank, io in enumerate(self.cycle.ios())]
+
+    def run(self, root: Path, rank: int, script: list[tuple[int, str, int]], sticky: bool = False) -> bool:
+        """Runs the cycle with a fault on one rank; returns whether it raised the OSError or an error about it."""
+        try:
+            self.cycle.run(root, self.ios({rank: self.cycle.fault(script, sticky)}), self.cycle.steps)
+        except (OSError, SnapshotError):
+            return True
+        return False
+
+    def check(self, root: Path, allowed: Sequence[int], where: object) -> None:
+        """One fault has been injected: checks what must hold, and counts."""
+        check_and_go_on(self.cycle, root, allowed, where)
+        self.count += 1
+        self.tell()
+
+    def fault(self, *where: object) -> Path:
+        """Returns a fresh copy for the fault that comes next."""
+        self.where = where
+        return self.fresh()
+
+    def allowed(self, index: int, exact: bool) -> list[int]:
+        """Steps that may restore after a fault at an operation of rank 0: from what was committed before it."""
+        before = newest(commits(self.ops[0]), index)
+        steps = [step for step in (OLD, *self.cycle.steps) if step >= before]
+        return steps[:1] if exact else steps
 
 
-def large_state(seed: int, rank: int = 0) -> dict[str, Any]:
-    """More than a pool of 2 MiB holds."""
-    return plain_state(seed, rank, 700_000)
+def walk_errors(walker: Walker, indices: Indices, stickies: tuple[bool, ...] = (False, True)) -> None:
+    """An error at each operation; from there on too, where `stickies` has it: then two ranks wait for each other."""
+    cycle = walker.cycle
+    kinds = [("errno", number, sticky) for number in cycle.errors for sticky in stickies]
+    if not isinstance(cycle.ios()[0], _C.FaultIo):
+        kinds += [("errno_after", errno.EIO, False)]
+    for shift, (action, number, sticky) in enumerate(kinds):
+        name = f"{action} {errno.errorcode[number]} {'from there on' if sticky else 'once'}"
+        for rank, ops in enumerate(walker.ops):
+            for index in indices(len(ops), shift):
+                root = walker.fault(name, rank, index, ops[index])
+                raised = walker.run(root, rank, [(index, action, number)], sticky)
+                steps = walker.allowed(index if rank == 0 else 0, exact=False)
+                if number == errno.EINTR and not sticky:
+                    assert not raised, walker.where
+                if not raised and not sticky and ops[index][0] != "statvfs":
+                    steps = list(cycle.steps[-1:])
+                walker.check(root, steps, walker.where)
 
 
-def mostly_same_state(seed: int, rank: int = 0) -> dict[str, Any]:
-    """Nine tenths are the same in each seed."""
-    return {"frozen": bits(0, 30_000), "w": bits(seed, 3_000), "step": seed, "rng": PerRank(bytes([seed, rank] * 5))}
+def walk_short(walker: Walker, indices: Indices) -> None:
+    """A write or read that the kernel cuts short: goes on where it stopped."""
+    for shift, num_bytes in enumerate(CUTS):
+        for rank, ops in enumerate(walker.ops):
+            cut = [i for i, (name, _) in enumerate(ops) if name in ("pwrite", "pread")]
+            for index in (cut[i] for i in indices(len(cut), shift)):
+                root = walker.fault("short", num_bytes, rank, index, ops[index])
+                assert not walker.run(root, rank, [(index, "short", num_bytes)]), walker.where
+                walker.check(root, walker.cycle.steps[-1:], walker.where)
 
 
-def _save_all(root: Path, ios: Ios, steps: tuple[int, ...], state: Any = plain_state, **options: Any) -> None:
-    options = {"keep_last": 1, "threads": 1, **options}
-    if len(ios) == 1:
-        with Snapshots(root, io=ios[0], **options) as snapshots:
-            for step in steps:
-                snapshots.save(step, state(step, 0))
-        return
-
-    session = secrets.randbits(60)
-
-    def rank_main(rank: int) -> None:
-        ranks: dict[str, Any] = {"rank": rank, "world_size": len(ios), "session": session, "timeout_s": TIMEOUT_S}
-        with Snapshots(root, io=ios[rank], **ranks, **options) as snapshots:
-            for step in steps:
-                snapshots.save(step, state(step, rank))
-
-    on_ranks(len(ios), rank_main)
-
-
-def _lazy(root: Path, ios: Ios, steps: tuple[int, ...]) -> None:
-    """Each save returns before its tensors are captured, and the optimizer writes to them at once."""
-    w = torch.nn.Parameter(bits(steps[0], LARGE))
-    optimizer = torch.optim.SGD([w], lr=1.0)
-    with Snapshots(root, io=ios[0], keep_last=1, threads=1) as snapshots:
-        snapshots.guard(optimizer)
-        for step in steps:
-            w.grad = w.detach() - bits(step, LARGE)
-            optimizer.step()
-            snapshots.save(step, {**lazy_state(step), "w": w})
-            w.grad = torch.full_like(w, 0.5)
-            optimizer.step()
+def walk_kills(walker: Walker, indices: Indices) -> None:
+    """kill -9 before, after and in the middle of each operation; of all ranks, as when a machine dies."""
+    kinds = [("crash_before", 0), ("crash_after", 0), *(("crash_short", n) for n in CUTS)]
+    if not isinstance(walker.cycle.ios()[0], _C.FaultIo):
+        kinds = kinds[:2]
+    for shift, (action, value) in enumerate(kinds):
+        for rank, ops in enumerate(walker.ops):
+            points = [i for i, (name, _) in enumerate(ops) if action != "crash_short" or name == "pwrite"]
+            for index in (points[i] for i in indices(len(points), shift)):
+                root = walker.fault(action, value, rank, index, ops[index])
+                status = in_child(partial(walker.run, root, rank, [(index, action, value)]))
+                assert status == KILLED, walker.where
+                steps = walker.allowed(index + (action == "crash_after"), exact=True)
+                if walker.cycle.ranks > 1 or walker.cycle.restore is not None:
+                    steps = [OLD, *walker.cycle.steps] if rank else walker.allowed(index, exact=False)
+                walker.check(root, steps, walker.where)
 
 
-def lazy_state(seed: int, rank: int = 0) -> dict[str, Any]:
-    """What `_lazy` saves."""
-    return {"w": bits(seed, LARGE), "step": seed, "rng": PerRank(bytes([seed, rank] * 5))}
+def walk_power_losses(walker: Walker, indices: Indices, losses: int) -> None:
+    """The machine dies before each operation; what was not synced is lost in part, torn or out of order."""
+    ops = walker.ops[0]
+    for index in indices(len(ops) + 1, 0):
+        killed = walker.fault("power loss", index, ops[index : index + 1])
+        status = in_child(partial(walker.run, killed, 0, [(index, "crash_before", 0)]))
+        assert status == (KILLED if index < len(ops) else 0)
+        log = [(name, path.replace(str(walker.logged), str(killed))) for name, path in ops[:index]]
+        first, last = newest(durable_commits(log), index), newest(commits(log), index)
+        left = pending(log, killed, walker.old)
+        for number in range(losses):
+            root, chance = walker.fresh(), Random(f"{index} {number}")
+            shutil.rmtree(root)
+            shutil.copytree(killed, root)
+            lost = lose(left, root, killed, walker.old, chance)
+            steps = [step for step in (OLD, *walker.cycle.steps) if first <= step <= last]
+            walker.where = ("power loss", index, ops[index : index + 1], lost)
+            walker.check(root, steps, walker.where)
+        shutil.rmtree(killed)
 
 
-def _cycle(state: Any, steps: tuple[int, ...] = (2,), ranks: int = 1, **options: Any) -> Cycle:
-    return Cycle(
-        steps,
-        ranks,
-        state,
-        lambda root, ios, steps: _save_all(root, ios, steps, state, **options),
-        options.get("key"),
-    )
+class Walk(NamedTuple):
+    """One walk of the counted run: a kind of save and a kind of fault. run: does it, at some operations."""
+
+    name: str
+    cycle: Cycle
+    run: Callable[[Walker, Indices], None]
 
 
-CYCLES = {
-    "eager": _cycle(plain_state),
-    "lazy": Cycle((2, 3), 1, lazy_state, _lazy),
-    "slabs": _cycle(large_state, pool_bytes=1),
-    "delta": _cycle(mostly_same_state, (2, 3), delta=True),
-    "signed": _cycle(plain_state, key=KEY),
-    "two ranks": _cycle(sharded_state, (2,), 2),
-}
-
-
-def blank(state: dict[str, Any]) -> dict[str, Any]:
-    """The same structure with nothing in it."""
-
-    def clear(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: clear(v) for key, v in value.items()}
-        if isinstance(value, Sharded):
-            return Sharded(torch.zeros_like(value.tensor), value.full_shape, value.offset)
-        if isinstance(value, torch.Tensor):
-            return torch.zeros_like(value)
-        return PerRank(b"") if isinstance(value, PerRank) else type(value)(0)
-
-    cleared = clear(state)
-    if "model" in cleared:
-        cleared["model"]["tied"] = cleared["model"]["w"]
-    return cleared
-
-
-def same(found: Any, wanted: Any) -> bool:
-    """True when values that were restored are those of a state, bit for bit."""
-    if isinstance(wanted, dict):
-        return found.keys() == wanted.keys() and all(same(found[key], wanted[key]) for key in wanted)
-    if isinstance(wanted, PerRank):
-        return bool((found.value if isinstance(found, PerRank) else found) == wanted.value)
-    if isinstance(wanted, Sharded):
-        return same(found.tensor if isinstance(found, Sharded) else found, wanted.tensor)
-    if isinstance(wanted, torch.Tensor):
-        return found.dtype == wanted.dtype and torch.equal(found, wanted)
-    return type(found) is type(wanted) and bool(found == wanted)
-
-
-def restored(cycle: Cycle, root: Path, where: object) -> int:
-    """Restores the newest good snapshot on each rank; returns its step after checking every bit."""
-    session = secrets.randbits(60)
-
-    def on_rank(rank: int) -> int:
-        ranks: dict[str, Any] = {"rank": rank, "world_size": cycle.ranks, "session": session, "timeout_s": 20.0}
-        options: dict[str, Any] = ranks if cycle.ranks > 1 else {}
-        snapshots = Snapshots(root, read_only=True, key=cycle.key, **options)
-        found = snapshots.restore(blank(cycle.state(0, rank)))
-        assert same(found.values, cycle.state(found.step, rank)), f"not the bits of step {found.step}: {where}"
-        return found.step
-
-    steps = set(on_ranks(cycle.ranks, on_rank))
-    assert len(steps) == 1, where
-    return steps.pop()
-
-
-def check_and_go_on(cycle: Cycle, root: Path, allowed: Sequence[int], where: object) -> None:
-    """What must hold after any fault; removes the folder."""
-    step = restored(cycle, root, where)
-    assert step in allowed, f"step {step} was restored, not one of {allowed}: {where}"
-    with ExitStack() as closing:
-        if cycle.ranks == 1:
-            owner = closing.enter_context(Snapshots(root, read_only=False, keep_last=1, threads=1, key=cycle.key))
-            assert leftovers(root, "f" * 16) == [], where
-            assert owner.latest() == step, where
-    cycle.run(root, [_C.PosixIo() for _ in range(cycle.ranks)], (NEXT,))
-    assert leftovers(root, "f" * 16) == [], where
-    assert restored(cycle, root, where) == NEXT, where
-    assert step_folders(root)[0].step == NEXT and len(step_folders(root)) <= 2, where
-    shutil.rmtree(root)
-
-
-def make_old(cycle: Cycle, root: Path) -> Path:
-    """A run with the snapshot OLD."""
-    cycle.run(root, [_C.PosixIo() for _ in range(cycle.ranks)], (OLD,))
-    return root
-
-
-def commits(ops: Ops) -> list[tuple[int, int]]:
-    """(position of the rename, step) of each commit in a log."""
+def all_walks(losses: int = LOSSES) -> list[Walk]:
+    """Every kind of fault in every kind of save, the longest first."""
     found = []
-    for index, (name, path) in enumerate(ops):
-        match = re.search(r"/\.tmp-[^/]*$", path.partition(" -> ")[0])
-        if name == "rename" and match:
-            found.append((index, int(os.path.basename(path.partition(" -> ")[2])[5:14])))
-    return found
+    for name, cycle in {**CYCLES, **PLACES}.items():
+        is_log = isinstance(cycle.ios()[0], _C.FaultIo)  # system calls of the extension
+        if name in CYCLES and cycle.ranks == 1 and name != "restore":  # else the losses' order is not that of the log
+            found.append(Walk(f"{name}: power", cycle, lambda w, i: walk_power_losses(w, i, losses)))
+        found.append(Walk(f"{name}: errors", cycle, _errors_of_two if cycle.ranks > 1 else walk_errors))
+        if is_log or name == "tier's data":
+            found.append(Walk(f"{name}: short", cycle, walk_short))
+        if name != "restore":
+            found.append(Walk(f"{name}: kills", cycle, walk_kills))
+    return sorted(found, key=lambda walk: (not walk.name.endswith("power"), walk.cycle.ranks == 1))
 
 
-def durable_commits(ops: Ops) -> list[tuple[int, int]]:
-    """(position of the sync that makes it durable, step) of each commit in a log."""
-    found = []
-    for index, step in commits(ops):
-        root = os.path.dirname(ops[index][1].partition(" -> ")[2])
-        synced = [i for i in range(index + 1, len(ops)) if ops[i] == ("fsync_dir", root)]
-        if synced:
-            found.append((synced[0], step))
-    return found
+def _errors_of_two(walker: Walker, indices: Indices) -> None:
+    """One rank gets the error, the other learns of it; an error that stays costs a time limit, so of that a few."""
+    walk_errors(walker, indices, (False,))
+    walk_errors(walker, lambda count, shift: indices(count, shift)[:: len(walker.cycle.errors)], (True,))
 
 
-def newest(found: list[tuple[int, int]], before: int) -> int:
-    """The step of the last of the commits at positions below `before`, or OLD."""
-    return max([OLD, *(step for index, step in found if index < before)])
+def every(stride: int) -> Indices:
+    """Every so many operations, others for each kind of fault; 1: all."""
+    return lambda count, shift: range((shift * 7 + 5) % min(stride, max(1, count)), count, stride)
+
+
+class Running:
+    """One walk in a child process, which tells its faults by bytes on a pipe and a loss by a text."""
+
+    def __init__(self, walk: Walk, folder: Path, stride: int) -> None:
+        self.name, self.count, self.began, self.text = walk.name, 0, time.monotonic(), b""
+        self.pipe, told = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(self.pipe)
+            _walk_in_child(walk, folder, stride, told)
+        os.close(told)
+
+    def read(self) -> bool:
+        """Takes what was told; False at the end of the process."""
+        data = os.read(self.pipe, 1 << 16)
+        self.count += data.count(_ONE)
+        self.text += data.replace(_ONE, b"")
+        return bool(data)
+
+    def end(self, kill: bool = False) -> int:
+        """Waits for the process, or ends it; returns its exit status."""
+        if kill:
+            os.kill(self.pid, signal.SIGKILL)
+        os.close(self.pipe)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def _walk_in_child(walk: Walk, folder: Path, stride: int, told: int) -> None:
+    status = 1
+    walker = None
+    try:
+        small_blocks()
+        folder.mkdir()
+        walker = Walker(walk.cycle, folder, lambda: _tell(told, _ONE))
+        walk.run(walker, every(stride))
+        status = 0
+    except BaseException:
+        where = "the run without a fault" if walker is None else walker.where
+        _tell(told, f"LOST in {walk.name}: {where}\n{traceback.format_exc()}".encode())
+    finally:
+        os._exit(status)
+
+
+def _tell(told: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(told, data) :]
+
+
+def run_walks(
+    walks: Sequence[Walk], stride: int, workers: int, say: Callable[[str], None], folder: Path | None = None
+) -> dict[str, Any]:
+    """Runs the walks, so many at once, until all are through or something is lost; returns the record. folder: where
+    the snapshots are, in memory without.
+
+    Keys: faults, seconds, walks ({name: faults}), lost (a list of texts, empty when nothing is).
+    """
+    began = said = time.monotonic()
+    waiting, running, lost = list(walks), list[Running](), list[str]()
+    counts: dict[str, int] = {}
+    place = folder or Path("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir())
+    with tempfile.TemporaryDirectory(prefix="plait-faults-", dir=place) as inside:
+        while (waiting and not lost) or running:
+            while waiting and not lost and len(running) < workers:
+                running.append(Running(waiting[0], Path(inside) / f"walk-{len(waiting)}", stride))
+                del waiting[0]
+            ready, _, _ = select.select([run.pipe for run in running], [], [], 5.0)
+            for run in [run for run in running if run.pipe in ready and not run.read()]:
+                running.remove(run)
+                status, counts[run.name] = run.end(), run.count
+                say(f"  {run.name}: {run.count} faults in {time.monotonic() - run.began:.0f} s")
+                if status != 0:
+                    lost.append(run.text.decode(errors="replace") or f"LOST in {run.name}: it ended with {status}")
+            if lost:
+                for run in running:
+                    counts[run.name] = run.count
+                    run.end(kill=True)
+                running = []
+            if time.monotonic() > said + 10.0:
+                said = time.monotonic()
+                faults = sum(counts.values()) + sum(run.count for run in running)
+                say(f"{faults} faults, {len(lost)} lost, {said - began:.0f} s")
+    walked = dict(sorted(counts.items()))
+    return {"faults": sum(counts.values()), "seconds": time.monotonic() - began, "walks": walked, "lost": lost}
+
+
+def _commit() -> str:
+    """The last commit of what is walked, with "+" where files differ from it; empty outside of git."""
+    paths = ["ckpt", "csrc", "tests/walk.py", "tests/cycles.py", "tests/faults.py", "tests/power.py"]
+
+    def git(*command: str) -> str:
+        where = RECORD.parents[2]
+        return subprocess.run(
+            ["git", *command, "--", *paths], cwd=where, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        return git("log", "-1", "--format=%h") + ("+" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description="Counts injected faults and what they lost.")
+    parser.add_argument("--faults", type=int, default=10_000, help="at least so many where all walks have as many")
+    parser.add_argument("--workers", type=int, default=3, help="walks at once; those of two ranks mostly wait")
+    parser.add_argument("--only", default="", help="walks whose name begins so; nothing is recorded")
+    parser.add_argument("--folder", type=Path, help="where snapshots are written; without: in memory")
+    parser.add_argument("--record", type=Path, default=RECORD)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    walks = [walk for walk in all_walks() if walk.name.startswith(options.only)]
+    stride = max(1, WHOLE // options.faults)
+    heading = {"date": time.strftime("%Y-%m-%d %H:%M"), "commit": _commit()}
+    record = run_walks(walks, stride, options.workers, lambda text: print(text, flush=True), options.folder)
+    print(*record["lost"], sep="\n")
+    print(f"{record['faults']} faults, {len(record['lost'])} lost, {record['seconds']:.0f} s", flush=True)
+    if record["lost"]:
+        return 1
+    if not options.only and record["faults"] < options.faults:
+        print(f"fewer than --faults {options.faults}: all there are", flush=True)
+        return 2
+    if not options.only:
+        options.record.write_text(
+            json.dumps({**heading, **record, "seconds": round(record["seconds"])}, indent=1) + "\n"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
