@@ -11,18 +11,21 @@ Gradients are sums over micro-batches of the gradient of loss_sum / divisor. Not
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from plait.parallel.gradients import inseparable
+from plait.parallel.headers import Channel, ChannelError, ChannelTimeout, TensorSpec
 from plait.parallel.mesh import Mesh
-from plait.parallel.p2p import P2P, Channel, ChannelError, ChannelTimeout, TensorSpec
-from plait.parallel.results import Results, StepResult
+from plait.parallel.p2p import P2P
+from plait.parallel.results import Results, StepResult, StepState
 from plait.parallel.schedules import Action, Event, Op, Schedule, lower, on_one_rank
 from plait.parallel.schedules.action import BACKWARD, COMPUTE, WEIGHT, singles
-from plait.parallel.stage import StageRunner, StepState
+from plait.parallel.schedules.lowering import idle_before
+from plait.parallel.stage import StageRunner
 
 __all__ = ["ChannelError", "ChannelTimeout", "GradientReducer", "Pipeline", "StepResult", "TensorSpec"]
 
@@ -50,7 +53,7 @@ class Pipeline:
     `stages` maps stage index to module, exactly the stages that the schedule places on this rank. A module has
     `forward(x: tuple, inputs: dict) -> tuple` with x = () on the first stage, and, unless it is the first,
     `input_specs(inputs) -> tuple[TensorSpec, ...]` of what it takes; the last returns (loss_sum, count, extras),
-    extras a dict of 0-dim sums. All micro-batches of a step have the same shapes.
+    extras a dict of 0-dim sums. `inseparable` names, by stage, the layers whose weight gradients cannot wait for W.
 
     On a mesh whose pipeline axis has size 1 a schedule for several ranks runs whole on this rank. Construction is
     collective over the pipeline axis. Raises ScheduleError or ValueError before any message.
@@ -89,6 +92,7 @@ class Pipeline:
         self._p2p = self._connect(channels)
         self._runners = {s: StageRunner(s, schedule.num_stages, stages[s], self._state, self._p2p) for s in mine}
         self._wire(channels)
+        self.inseparable = {index: inseparable(stages[index]) for index in mine}
         self._plan = self._make_plan(self._lane)
         forward_only = [a for a in self._lane if a.op in (Op.SEND_F, Op.RECV_F)]
         kept = set(forward_only)
@@ -97,6 +101,7 @@ class Pipeline:
         self._results = Results(mesh, is_last=schedule.num_stages - 1 in stages)
         self._events: list[tuple[Action, float, float, float]] = []
         self._broken = ""
+        self._running: Action | str = ""  # for the text of a failure
 
     # ---- construction ---------------------------------------------------------------------------------------------
 
@@ -110,6 +115,7 @@ class Pipeline:
         """Tells each stage its neighbours: local runners or channels."""
         by_maker = {(c.stage, c.kind): c for c in channels}
         compute = [s for s in singles(self._lane) if s.op in COMPUTE]
+        idle = idle_before(self.schedule, self._axis.coord)
         for index, runner in self._runners.items():
             runner.previous, runner.next = self._runners.get(index - 1), self._runners.get(index + 1)
             runner.take, runner.give = by_maker.get((index - 1, "F")), by_maker.get((index, "F"))
@@ -117,6 +123,7 @@ class Pipeline:
             mine = [s for s in compute if s.stage == index]
             runner.first_forward = next(s.microbatch or 0 for s in mine if s.op is Op.F)
             runner.first_backward = next(s.microbatch or 0 for s in mine if s.op in BACKWARD)
+            runner.idle_before = frozenset(microbatch for stage, microbatch in idle if stage == index)
 
     def _make_plan(self, lane: Any) -> list[_Entry]:
         """The lane as calls; with data parallelism, `open` comes before each stage's last weight gradient."""
@@ -165,8 +172,8 @@ class Pipeline:
 
     def step(
         self,
-        inputs: Mapping[str, Any],
-        targets: Tensor,
+        inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        targets: Tensor | Sequence[Tensor],
         divisor: float,
         *,
         metrics: Literal["mean", "local"] = "mean",
@@ -174,72 +181,76 @@ class Pipeline:
         """One step: forward and backward of all micro-batches; gradients are added to what is there.
 
         Every tensor of `inputs` whose dim 0 is that of `targets` (B) and whose key does not start with "shared_" is
-        split into M equal parts, as `targets` is; stages get them with "microbatch" and "targets" added. `divisor`
-        is the number of tokens that the loss is a mean over. metrics="mean": all ranks get the means over the whole
-        mesh, by one all-reduce; "local": no message, each rank gets its own share (zero without the last stage).
-        Raises ValueError when M does not divide B; ChannelError, ChannelTimeout when a peer disagrees or is gone.
+        split into M equal parts, as `targets` is; stages get them with "microbatch" and "targets" added. Or `inputs`
+        is a list of M such mappings and `targets` a list of M tensors, one for each micro-batch: nothing is split,
+        and lengths may differ. All ranks of a pipeline get the same form and shapes.
+
+        `divisor` is the number of tokens that the loss is a mean over. metrics="mean": all ranks get the means over
+        the whole mesh, by one all-reduce; "local": no message, each rank gets its own share (zero without the last
+        stage). Raises ValueError when M does not divide B or a list has not M entries; ChannelError, ChannelTimeout
+        when a peer disagrees or is gone.
         """
-        if self._broken:
-            raise RuntimeError(f"this pipeline failed before ({self._broken}); make a new one")
-        self._state.divisor = float(divisor)
-        self._begin(inputs, targets, training=True)
-        with torch.enable_grad():
-            self._run(self._plan)
-        return self._results.collect(self._state.results, self._state.divisor, metrics)
+        return self._one(inputs, targets, float(divisor), metrics, training=True)
 
     def evaluate(
         self,
-        inputs: Mapping[str, Any],
-        targets: Tensor,
+        inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        targets: Tensor | Sequence[Tensor],
         divisor: float | None = None,
         *,
         metrics: Literal["mean", "local"] = "mean",
     ) -> StepResult:
         """Forward only, in eval mode, without gradients; arguments as in `step`. divisor=None: the mesh's count."""
-        if self._broken:
-            raise RuntimeError(f"this pipeline failed before ({self._broken}); make a new one")
-        self._begin(inputs, targets, training=False)
         training = [m for runner in self._runners.values() for m in runner.module.modules() if m.training]
         for module in training:
             module.training = False
         try:
-            with torch.no_grad():
-                self._run(self._forward_plan)
+            return self._one(inputs, targets, None if divisor is None else float(divisor), metrics, training=False)
         finally:
             for module in training:
                 module.training = True
-        return self._results.collect(self._state.results, None if divisor is None else float(divisor), metrics)
 
-    def _begin(self, inputs: Mapping[str, Any], targets: Tensor, *, training: bool) -> None:
-        state = self._state
-        state.microbatches = _split(inputs, targets, self.schedule.num_microbatches)
-        state.training, state.results = training, []
-        state.live = state.peak_live = 0
-        for runner in self._runners.values():
-            runner.begin(state.microbatches[0])
-
-    def _run(self, plan: list[_Entry]) -> None:
-        """Calls the plan in order; a failure leaves the pipeline unusable, but holds on to nothing."""
-        clock, state, events = time.perf_counter, self._state, []
-        action: Action | None = None
+    def _one(self, inputs: Any, targets: Any, divisor: float | None, metrics: str, *, training: bool) -> StepResult:
+        """A step or an evaluation. A failure leaves the pipeline unusable, but holds on to nothing."""
+        if self._broken:
+            raise RuntimeError(f"this pipeline failed before ({self._broken}); make a new one")
+        state, count = self._state, self.schedule.num_microbatches
+        listed = not isinstance(inputs, Mapping)
+        state.microbatches = _listed(inputs, targets, count) if listed else _split(inputs, targets, count)
+        state.listed = listed and count > 1  # the only micro-batch needs no list
+        state.training, state.divisor, state.results = training, divisor or 0.0, []
+        state.live = state.peak_live = state.deferred = state.peak_deferred = 0
+        self._running = "the start of the step"
         try:
-            for call, argument, action in plan:
-                if action is None:
-                    call(argument)
-                    continue
-                state.waited_s = 0.0
-                start = clock()
-                call(argument)
-                events.append((action, start, clock(), state.waited_s))
-            for runner in self._runners.values():
-                runner.finish()
+            with torch.set_grad_enabled(training):
+                self._run(self._plan if training else self._forward_plan)
+            self._running = "the means of the step"
+            return self._results.collect(state.results, divisor, metrics)
         except BaseException as error:
-            self._broken = f"{type(error).__name__} at {action or 'a message'}: {error}"
+            self._broken = f"{type(error).__name__} at {self._running}: {error}"
             for runner in self._runners.values():
                 runner.clear()
             raise
         finally:
             state.microbatches = []
+
+    def _run(self, plan: list[_Entry]) -> None:
+        """Opens the step, calls the plan in order, and waits for what is still under way."""
+        clock, state, events = time.perf_counter, self._state, []
+        if self._p2p is not None:
+            self._p2p.begin(state.listed)
+        for runner in self._runners.values():
+            runner.begin()
+        for call, argument, action in plan:
+            if action is None:
+                call(argument)
+                continue
+            self._running, state.waited_s = action, 0.0
+            start = clock()
+            call(argument)
+            events.append((action, start, clock(), state.waited_s))
+        for runner in self._runners.values():
+            runner.finish()
         self._events = events
 
     # ---- what was measured ----------------------------------------------------------------------------------------
@@ -259,6 +270,11 @@ class Pipeline:
     def peak_activations(self) -> int:
         """The most (stage, micro-batch) pairs alive at once in the last step; `report` has the proved figure."""
         return self._state.peak_live
+
+    @property
+    def peak_deferred(self) -> int:
+        """The most (stage, micro-batch) pairs whose weight gradients were queued at once in the last step."""
+        return self._state.peak_deferred
 
     @property
     def num_buffers(self) -> int:
@@ -307,3 +323,16 @@ def _split(inputs: Mapping[str, Any], targets: Tensor, num_microbatches: int) ->
     return [
         {**whole, **{key: part[m] for key, part in parts.items()}, "microbatch": m} for m in range(num_microbatches)
     ]
+
+
+def _listed(inputs: Any, targets: Any, num_microbatches: int) -> list[dict[str, Any]]:
+    """One dict per micro-batch from lists that hold one entry for each."""
+    for name, value in (("inputs", inputs), ("targets", targets)):
+        if isinstance(value, Tensor) or not isinstance(value, Sequence) or len(value) != num_microbatches:
+            what = f"{len(value)} entries" if isinstance(value, Sequence) else f"a {type(value).__name__}"
+            raise ValueError(
+                f"{name} is {what}; with inputs by micro-batch both are lists with one entry for each of the "
+                f"{num_microbatches} micro-batches"
+            )
+    pairs = zip(inputs, targets, strict=True)
+    return [{**given, "targets": target, "microbatch": m} for m, (given, target) in enumerate(pairs)]

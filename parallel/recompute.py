@@ -15,7 +15,7 @@ functions read `sink.microbatch` in backward, where the second forward runs too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal
 
@@ -55,7 +55,7 @@ class _Full(torch.autograd.Function):
     def forward(ctx: Any, function: Callable[..., Any], anchor: Tensor, *args: Any) -> Any:
         before = _generator_states()
         result = function(*args)
-        ctx.function = function
+        ctx.function, ctx.made = function, None
         ctx.generators = None if _same(before, _generator_states()) else before
         ctx.rest = tuple(None if isinstance(arg, Tensor) else arg for arg in args)
         ctx.places = tuple(i for i, arg in enumerate(args) if isinstance(arg, Tensor))
@@ -65,16 +65,43 @@ class _Full(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor | None) -> Any:
-        args = list(ctx.rest)
-        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
-            args[place] = tensor.detach().requires_grad_(ctx.needs_input_grad[2 + place])
-        with torch.enable_grad():
-            result = _with_generators(ctx.generators, ctx.function, args)
+        (args, result), ctx.made = ctx.made or _again(ctx), None
         outs = result if isinstance(result, tuple) else (result,)
         pairs = [(out, dout) for out, dout in zip(outs, douts, strict=True) if dout is not None and out.requires_grad]
         if pairs:
             torch.autograd.backward([out for out, _ in pairs], [dout for _, dout in pairs])
         return None, None, *(arg.grad if isinstance(arg, Tensor) else None for arg in args)
+
+
+def _again(ctx: Any) -> tuple[list[Any], Any]:
+    """The second forward of a block: its arguments, cut from the graph, and its result."""
+    args = list(ctx.rest)
+    for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+        args[place] = tensor.detach().requires_grad_(ctx.needs_input_grad[2 + place])
+    with torch.enable_grad():
+        return args, _with_generators(ctx.generators, ctx.function, args)
+
+
+def recompute_early(outputs: Iterable[Any], limit: int | None) -> int:
+    """Runs the second forward of "full" blocks behind `outputs` now, the last first, and returns of how many.
+
+    Backward then takes what is there: the same bits. For whoever must wait for the gradient of `outputs` anyway.
+    `limit`: at most so many blocks (None: all); each keeps its activations until its own backward.
+    """
+    found: list[Any] = []
+    seen: set[Any] = {None}
+    waiting: list[Any] = [value.grad_fn for value in outputs if isinstance(value, Tensor)]
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            if isinstance(node, _Full._backward_cls):
+                found.append(node)
+            waiting += [before for before, _ in node.next_functions]
+    found.sort(key=lambda node: node._sequence_nr(), reverse=True)
+    for node in found[:limit]:
+        node.made = node.made or _again(node)
+    return len(found[:limit])
 
 
 def _generator_states() -> list[Tensor]:

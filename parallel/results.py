@@ -1,4 +1,4 @@
-"""The result of a pipeline step: sums of the last stage become means on every rank."""
+"""What a rank's stages share during a step, and its result: sums of the last stage become means on every rank."""
 
 from __future__ import annotations
 
@@ -24,6 +24,22 @@ class StepResult:
     loss: Tensor
     count: Tensor
     extras: dict[str, Tensor]
+
+
+class StepState:
+    """What all stages of a rank share during one step."""
+
+    def __init__(self) -> None:
+        self.microbatches: list[dict[str, Any]] = []
+        self.listed = False  # each micro-batch has shapes of its own
+        self.training = True
+        self.divisor = 1.0
+        self.live = 0  # (stage, micro-batch) pairs between F and B or I
+        self.peak_live = 0
+        self.deferred = 0  # those with queued weight gradients, from I to W
+        self.peak_deferred = 0
+        self.waited_s = 0.0  # of the action that runs
+        self.results: list[tuple[Tensor, Any, Mapping[str, Any]]] = []  # (loss, count, extras) of the last stage
 
 
 class Results:

@@ -8,30 +8,22 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from plait.parallel.gradients import GradSink
-from plait.parallel.p2p import P2P, Channel, Receipt, Sent, TensorSpec
+from plait.parallel.headers import PLAIN_DTYPES, Channel, Specs, TensorSpec, fits, grad_specs, specs_of
+from plait.parallel.p2p import P2P, Receipt, Sent
+from plait.parallel.recompute import recompute_early
+from plait.parallel.results import StepState
 
-_PLAIN_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
+# What torch.autograd.backward calls after checks that cost ten Python calls; the engine checks shapes itself.
+_run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
 _EVALUATE_IN_FLIGHT = 2  # messages of a forward-only run that may be under way before the oldest is waited for
-
-
-class StepState:
-    """What all stages of a rank share during one step."""
-
-    def __init__(self) -> None:
-        self.microbatches: list[dict[str, Any]] = []
-        self.training = True
-        self.divisor = 1.0
-        self.live = 0  # (stage, micro-batch) pairs between F and B or I
-        self.peak_live = 0
-        self.waited_s = 0.0  # of the action that runs
-        self.results: list[tuple[Tensor, Any, Mapping[str, Any]]] = []  # (loss, count, extras) of the last stage
 
 
 class StageRunner:
@@ -51,17 +43,21 @@ class StageRunner:
         self.take_grad: Channel | None = None
         self.give_grad: Channel | None = None
         self.first_forward = self.first_backward = 0  # micro-batches that open the channels
+        self.idle_before: frozenset[int] = frozenset()  # micro-batches whose gradient the plan lets the rank wait for
         self.sink = GradSink()
         self._foreign: list[nn.Parameter] = []  # parameters whose gradient autograd itself accumulates
         for layer in module.modules():
             if hasattr(layer, "weight_grads"):
                 layer.weight_grads = self.sink  # type: ignore[assignment]
             else:
-                self._foreign += layer.parameters(recurse=False)
-        self.specs: tuple[TensorSpec, ...] = ()  # of what the stage takes
-        self._grad_specs: tuple[TensorSpec, ...] = ()  # of the gradients it sends back
-        self._out_specs: tuple[TensorSpec, ...] = ()
-        self._out_grad_specs: tuple[TensorSpec, ...] = ()
+                self._foreign += [p for p in layer.parameters(recurse=False) if not isinstance(p, DTensor)]  # FSDP2 copies
+        self._fresh: list[nn.Parameter] = []  # those of them without a gradient yet
+        self._static: Specs | None = None  # what every micro-batch takes; None: not known, or a listed step
+        self.specs: Sequence[Specs] = ()  # what the stage takes, by micro-batch
+        self._grad_specs: Sequence[Specs] = ()  # of the gradients it sends back, by micro-batch
+        self._out_specs: Specs = ()  # of its last outputs
+        self._may_recompute, self._has_recomputed = True, False
+        self._wrapped: dict[type, tuple[Any, Tensor]] = {}
         self._seed: tuple[float, Tensor] | None = None
         self.clear()
 
@@ -78,17 +74,33 @@ class StageRunner:
         self._sent_forward_only: deque[tuple[Sent, int]] = deque()
         self.sink.clear()
 
-    def begin(self, inputs: Mapping[str, Any]) -> None:
-        """Opens a step: says what will be received, from the first micro-batch's inputs."""
+    def begin(self) -> None:
+        """Opens a step: says what will be received, from the micro-batches' inputs."""
+        state = self.state
+        self._fresh = [param for param in self._foreign if param.grad is None]
+        if state.listed and self.give is not None and self.p2p is not None:
+            self.p2p.follow(self.give)
         if self.is_first:
             return
-        specs = tuple(self.module.input_specs(inputs))  # type: ignore[operator]
-        if specs != self.specs:
-            self.specs = specs
-            self._grad_specs = tuple(TensorSpec(s.shape, s.dtype) for s in specs if s.needs_grad)
+        if state.listed:
+            each = [tuple(self.module.input_specs(inputs)) for inputs in state.microbatches]  # type: ignore[operator]
+            self._static, self.specs, self._grad_specs = None, each, [grad_specs(specs) for specs in each]
+        else:
+            specs = tuple(self.module.input_specs(state.microbatches[0]))  # type: ignore[operator]
+            if specs != self._static:
+                count = len(state.microbatches)
+                self._static, self.specs, self._grad_specs = specs, [specs] * count, [grad_specs(specs)] * count
         if self.take is not None:
-            assert self.p2p is not None
-            self.p2p.announce(self.take, self.first_forward, self.specs)
+            self._announce(self.take)
+
+    def _announce(self, take: Channel) -> None:
+        assert self.p2p is not None and self.give_grad is not None
+        if self._static is not None:
+            self.p2p.announce(take, self.first_forward, self._static)
+            return
+        self.p2p.announce_each(take, self.first_forward, self.specs)
+        if self.state.training:
+            self.p2p.agree(self.give_grad, self._grad_specs)
 
     # ---- messages -------------------------------------------------------------------------------------------------
 
@@ -103,28 +115,38 @@ class StageRunner:
         self._grads[microbatch] = self.p2p.receive(self.take_grad, microbatch)
 
     def send_forward(self, microbatch: int) -> None:
-        """SEND_F. After the first, the stage knows which gradients will come back and says so."""
-        assert self.p2p is not None and self.give is not None
+        """SEND_F. After the first, the stage knows which gradients will come back."""
+        p2p, give = self.p2p, self.give
+        assert p2p is not None and give is not None
         outputs = self._outgoing.pop(microbatch)
         self._describe(outputs, microbatch)
-        tensors = [v.detach() if isinstance(v, Tensor) else _wrap(v, self.p2p.device) for v in outputs]
-        sent = self.p2p.send(self.give, microbatch, tensors, self._out_specs)
+        tensors = []
+        for value in outputs:
+            tensors.append(value.detach() if isinstance(value, Tensor) else self._wrap(value))
+        sent = p2p.send(give, microbatch, tensors, self._out_specs)
         if not self.state.training:
             self._forward_only_sent(sent, microbatch)
             return
         self._sent[microbatch] = sent
         if microbatch == self.first_forward:
-            wanted = self.p2p.peer_grads(self.give)
-            grads = [s for s, w in zip(self._out_specs, wanted, strict=True) if w]
-            self._out_grad_specs = tuple(TensorSpec(s.shape, s.dtype) for s in grads)
-            assert self.take_grad is not None
-            self.p2p.announce(self.take_grad, self.first_backward, self._out_grad_specs)
+            self._expect_gradients()
+
+    def _expect_gradients(self) -> None:
+        """Says what gradients this end expects: of the outputs sent, those that the receiver asked for."""
+        p2p, give, take_grad = self.p2p, self.give, self.take_grad
+        assert p2p is not None and give is not None and take_grad is not None
+        if self.state.listed:
+            p2p.agree(take_grad, [grad_specs(specs) for specs in p2p.listed(give)])
+            return
+        wanted = p2p.peer_grads(give, self.first_forward)
+        grads = [TensorSpec(s.shape, s.dtype) for s, w in zip(self._out_specs, wanted, strict=True) if w]
+        p2p.announce(take_grad, self.first_backward, tuple(grads))
 
     def send_backward(self, microbatch: int) -> None:
         """SEND_B."""
         assert self.p2p is not None and self.give_grad is not None
         grads = self._outgoing_grads.pop(microbatch)
-        self._sent_grads.append(self.p2p.send(self.give_grad, microbatch, grads, self._grad_specs))
+        self._sent_grads.append(self.p2p.send(self.give_grad, microbatch, grads, self._grad_specs[microbatch]))
 
     def finish(self) -> None:
         """Waits for the sends of the step that nothing has shown to be done."""
@@ -133,28 +155,20 @@ class StageRunner:
         self._sent_grads = []
         while self._sent_forward_only:
             self._finish_forward_only()
+        if self.state.training:
+            self._may_recompute = self._has_recomputed
 
     def _describe(self, outputs: tuple[Any, ...], microbatch: int) -> None:
-        """Sets the specs of what is sent; they may change between steps, not within one."""
-        same = len(outputs) == len(self._out_specs) and all(
-            value.shape == spec.shape and value.dtype == spec.dtype and not spec.plain
-            if isinstance(value, Tensor)
-            else spec.plain and _PLAIN_DTYPES[type(value)] == spec.dtype
-            for value, spec in zip(outputs, self._out_specs, strict=True)
-        )
-        if same:
+        """Sets the specs of what is sent; they may change within a step only if it is a listed one."""
+        if fits(outputs, self._out_specs):
             return
-        if microbatch != self.first_forward:
+        if microbatch != self.first_forward and not self.state.listed:
             raise ValueError(
                 f"stage {self.index} micro-batch {microbatch}: outputs {[getattr(v, 'shape', v) for v in outputs]} "
-                f"differ in shape or dtype from micro-batch {self.first_forward}'s; all of a step must be alike"
+                f"differ in shape or dtype from micro-batch {self.first_forward}'s; all of a step must be alike, "
+                "unless the step gets a list of inputs"
             )
-        self._out_specs = tuple(
-            TensorSpec(tuple(v.shape), v.dtype)
-            if isinstance(v, Tensor)
-            else TensorSpec((), _PLAIN_DTYPES[type(v)], plain=True)
-            for v in outputs
-        )
+        self._out_specs = specs_of(outputs)
 
     def _forward_only_sent(self, sent: Sent, microbatch: int) -> None:
         self._sent_forward_only.append((sent, microbatch))
@@ -199,30 +213,30 @@ class StageRunner:
             return given
         tensors = self._arrived(given)
         self._lent.setdefault(microbatch, []).append((given.specs, tensors))
-        return self._leaves(tensors)
+        return self._leaves(tensors, microbatch)
 
     def hand_over(self, microbatch: int, outputs: Sequence[Any]) -> None:
         """Takes the outputs of the neighbour on this rank, cut from its graph."""
-        if len(outputs) != len(self.specs):
-            raise ValueError(
-                f"stage {self.index} takes {len(self.specs)} entries, stage {self.index - 1} gave {len(outputs)}"
-            )
-        self._inbox[microbatch] = self._leaves(outputs)
+        count, given = len(self.specs[microbatch]), len(outputs)
+        if given != count:
+            raise ValueError(f"stage {self.index} takes {count} entries, stage {self.index - 1} gave {given}")
+        self._inbox[microbatch] = self._leaves(outputs, microbatch)
 
     def borrow(self, microbatch: int, lent: list[tuple[tuple[TensorSpec, ...], Sequence[Tensor]]]) -> None:
         """Forward only: takes over the neighbour's buffers, which its outputs may alias."""
         self._lent.setdefault(microbatch, []).extend(lent)
 
-    def _leaves(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        training = self.state.training
-        return tuple(
-            value
-            if not isinstance(value, Tensor)
-            else value.item()
-            if spec.plain
-            else value.detach().requires_grad_(training and spec.needs_grad)
-            for value, spec in zip(values, self.specs, strict=True)
-        )
+    def _leaves(self, values: Sequence[Any], microbatch: int) -> tuple[Any, ...]:
+        training, leaves = self.state.training, []
+        for value, spec in zip(values, self.specs[microbatch], strict=True):
+            if not isinstance(value, Tensor):
+                leaves.append(value)
+            elif spec.plain:
+                leaves.append(value.item())
+            else:
+                leaf = value.detach()
+                leaves.append(leaf.requires_grad_() if training and spec.needs_grad else leaf)
+        return tuple(leaves)
 
     def backward(self, microbatch: int) -> None:
         """B: gradients of the input and of the weights."""
@@ -232,36 +246,40 @@ class StageRunner:
     def backward_input(self, microbatch: int) -> None:
         """I: gradients of the input; layers that can split queue their weights' for W, others do all now."""
         self._backward(microbatch, deferring=True)
-        if not self.sink.pending:
+        if not self.sink.holds(microbatch):
             self._give_back(microbatch)
+            return
+        self.state.deferred += 1
+        self.state.peak_deferred = max(self.state.peak_deferred, self.state.deferred)
 
     def backward_weight(self, microbatch: int) -> None:
         """W: the queued weight gradients of one micro-batch."""
-        self.sink.run(microbatch)
-        self._give_back(microbatch)
+        if self.sink.holds(microbatch):
+            self.sink.run(microbatch)
+            self.state.deferred -= 1
+            self._give_back(microbatch)
 
     def _backward(self, microbatch: int, *, deferring: bool) -> None:
         """Runs autograd from the outputs' gradients and passes the inputs' on. The graph is gone when it returns."""
         state, sink = self.state, self.sink
-        if microbatch in self._sent:
-            self._sent.pop(microbatch).wait()  # done: the gradient that comes back was made from it
-        grads = self._output_grads(microbatch)
-        x, outputs = self._alive.pop(microbatch)
         sink.microbatch, sink.deferring = microbatch, deferring
-        roots, seeds = self._roots(outputs, grads)
+        x, outputs = self._alive.pop(microbatch)
+        roots, seeds = self._loss_root(outputs[0]) if self.is_last else self._roots(microbatch, outputs)
         if roots:
-            torch.autograd.backward(roots, seeds)
+            _run_backward(roots, seeds, False, False, (), allow_unreachable=True, accumulate_grad=True)
         state.live -= 1
         if self.is_first:
             self._own(microbatch, [])
             return
-        leaves = [v for v, spec in zip(x, self.specs, strict=True) if spec.needs_grad]
-        input_grads = [torch.zeros_like(v) if v.grad is None else v.grad for v in leaves]
-        input_grads = self._own(microbatch, input_grads)
+        grads = []
+        for value, spec in zip(x, self.specs[microbatch], strict=True):
+            if spec.needs_grad:
+                grads.append(torch.zeros_like(value) if value.grad is None else value.grad)
+        grads = self._own(microbatch, grads)
         if self.previous is not None:
-            self.previous._grads[microbatch] = input_grads
+            self.previous._grads[microbatch] = grads
         else:
-            self._outgoing_grads[microbatch] = input_grads
+            self._outgoing_grads[microbatch] = grads
 
     def _own(self, microbatch: int, grads: list[Tensor]) -> list[Tensor]:
         """Copies gradients that autograd passed through unchanged: they lie in a buffer that goes back to p2p."""
@@ -269,36 +287,44 @@ class StageRunner:
         if lent is None:
             return grads
         places = {t.untyped_storage().data_ptr() for _, tensors in lent for t in tensors}
-        for param in self._foreign:
-            if param.grad is not None and param.grad.untyped_storage().data_ptr() in places:
-                param.grad = param.grad.clone()
+        if self._fresh:  # a gradient that is there already is added to, never replaced
+            for param in self._fresh:
+                if param.grad is not None and param.grad.untyped_storage().data_ptr() in places:
+                    param.grad = param.grad.clone()
+            self._fresh = [param for param in self._fresh if param.grad is None]
         return [g.clone() if g.untyped_storage().data_ptr() in places else g for g in grads]
 
-    def _output_grads(self, microbatch: int) -> list[Tensor]:
-        if self.is_last:
-            return []
-        given = self._grads.pop(microbatch)
-        if isinstance(given, list):
-            return given
-        tensors = self._arrived(given)
-        self._lent.setdefault(microbatch, []).append((given.specs, tensors))
-        return tensors
+    def _loss_root(self, loss: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """The loss of the last stage and its gradient, one over the divisor."""
+        if self._seed is None or self._seed[0] != self.state.divisor or self._seed[1].dtype != loss.dtype:
+            self._seed = (self.state.divisor, torch.ones_like(loss) / self.state.divisor)
+        return ((loss,), (self._seed[1],)) if loss.requires_grad else ((), ())
 
-    def _roots(self, outputs: tuple[Any, ...], grads: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Outputs that autograd starts from, with their gradients: the loss over the divisor, or what came back."""
-        if self.is_last:
-            loss = outputs[0]
-            if self._seed is None or self._seed[0] != self.state.divisor or self._seed[1].dtype != loss.dtype:
-                self._seed = (self.state.divisor, torch.ones_like(loss) / self.state.divisor)
-            return ([loss], [self._seed[1]]) if loss.requires_grad else ([], [])
+    def _roots(self, microbatch: int, outputs: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Outputs that autograd starts from, with the gradients that came back for them."""
+        grads = self._grads.pop(microbatch)
+        if isinstance(grads, Receipt):
+            if self._may_recompute:  # before the wait: what backward needs anyway, and more where there is time
+                last = None if microbatch in self.idle_before else 1
+                self._has_recomputed |= recompute_early(outputs, last) > 0
+            receipt, grads = grads, self._arrived(grads)
+            self._lent.setdefault(microbatch, []).append((receipt.specs, grads))
+            self._sent.pop(microbatch).wait()  # done: the gradient was made from it
+        roots, seeds, index = [], [], 0
+        for output, wanted in zip(outputs, self._wanted(microbatch), strict=True):
+            if wanted:
+                if output.requires_grad:
+                    roots.append(output)
+                    seeds.append(grads[index])
+                index += 1
+        return tuple(roots), tuple(seeds)
+
+    def _wanted(self, microbatch: int) -> Sequence[bool]:
+        """For each output, whether the next stage gives a gradient back."""
         if self.next is not None:
-            wanted: Sequence[bool] = [spec.needs_grad for spec in self.next.specs]
-        else:
-            assert self.p2p is not None and self.give is not None
-            wanted = self.p2p.peer_grads(self.give)
-        pairs = zip((o for o, w in zip(outputs, wanted, strict=True) if w), grads, strict=True)
-        used = [(output, grad) for output, grad in pairs if output.requires_grad]
-        return [output for output, _ in used], [grad for _, grad in used]
+            return [spec.needs_grad for spec in self.next.specs[microbatch]]
+        assert self.p2p is not None and self.give is not None
+        return self.p2p.peer_grads(self.give, microbatch)
 
     # ---- buffers --------------------------------------------------------------------------------------------------
 
@@ -309,13 +335,17 @@ class StageRunner:
         self.state.waited_s += time.perf_counter() - start
         return tensors
 
+    def _wrap(self, value: Any) -> Tensor:
+        """A plain value as a 0-dim tensor; the last one serves again while the value stays."""
+        known = self._wrapped.get(type(value))
+        if known is None or known[0] != value:
+            assert self.p2p is not None
+            tensor = torch.tensor(value, dtype=PLAIN_DTYPES[type(value)], device=self.p2p.device)
+            known = self._wrapped[type(value)] = (value, tensor)
+        return known[1]
+
     def _give_back(self, microbatch: int) -> None:
         """Returns the buffers of a micro-batch that is through with this stage."""
         for specs, tensors in self._lent.pop(microbatch, ()):
             assert self.p2p is not None
             self.p2p.release(specs, tensors)
-
-
-def _wrap(value: Any, device: torch.device) -> Tensor:
-    """A plain value as a 0-dim tensor."""
-    return torch.tensor(value, dtype=_PLAIN_DTYPES[type(value)], device=device)

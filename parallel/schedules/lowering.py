@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from plait.parallel.schedules.action import COMPUTE, Action, Op, singles
+from plait.parallel.schedules.action import BACKWARD, COMPUTE, Action, Op, singles
 from plait.parallel.schedules.machine import Product, crosses, makes, needs, user_stage
 from plait.parallel.schedules.schedule import Schedule
+from plait.parallel.schedules.simulate import Costs
 
 # Receives posted this many computing actions early: the transfer of one message hides behind the one before it, and
 # one more action of slack absorbs a sender that runs late. Derived, not tuned.
@@ -115,3 +116,19 @@ def on_one_rank(schedule: Schedule) -> Schedule:
     ]
     lane = tuple(action for _, _, _, action in sorted(events, key=lambda event: event[:3]))
     return replace(schedule, lanes=(lane,), stage_to_rank=(0,) * schedule.num_stages)
+
+
+def idle_before(schedule: Schedule, rank: int) -> frozenset[tuple[int, int]]:
+    """(stage, micro-batch) of backwards before which the rank stands idle for a forward of that stage or longer.
+
+    By the simulation with default costs: there a second forward (recompute) of the stage costs no time.
+    """
+    costs, end, found = Costs.unit(schedule), 0.0, set()
+    for event in schedule.simulate().lanes[rank]:
+        for single in event.action.singles:
+            needed = float(costs.of(Action(single.stage, Op.F))) - 1e-9  # times are floats here
+            if single.op in BACKWARD and event.start - end >= needed:
+                assert single.microbatch is not None
+                found.add((single.stage, single.microbatch))
+        end = event.end
+    return frozenset(found)

@@ -1,0 +1,84 @@
+"""A rank that dies or stalls in the middle of a step: every other one raises in time and names whom it waited for."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from plait.parallel.mesh import Mesh
+from plait.parallel.pipeline import ChannelTimeout, Pipeline
+from plait.parallel.schedules import build
+from tests.ranks import run_ranks
+from tests.test_pipeline import DTYPE, WIDTH, LinearStage
+
+pytestmark = pytest.mark.ranks
+
+TIMEOUT_S = 3.0
+PATIENCE_S = 45.0  # a loaded machine; a hang would last until the ranks are ended, after 60 s
+M = 6
+
+
+class Doomed(LinearStage):
+    """Ends or stops its process in the third forward, once it has a signal to do it with."""
+
+    signal: int | None = None
+
+    def forward(self, x: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Any, ...]:
+        if self.signal is not None and inputs["microbatch"] == 2:
+            os.kill(os.getpid(), self.signal)
+        return super().forward(x, inputs)
+
+
+def run_victim(rank: int, name: str, victim: int, how: int, folder: str) -> tuple[str, float, bool]:
+    """One whole step, then one in which the victim falls; the last survivor ends what is left of it."""
+    schedule = build(name, 4, M)
+    stages: dict[int, Any] = {s: Doomed(s, schedule.num_stages) for s in schedule.stages_of(rank)}
+    pipeline = Pipeline(stages, schedule, Mesh.create(pp=4, timeout_s=TIMEOUT_S))
+    x, targets = torch.ones(M, WIDTH, dtype=DTYPE), torch.zeros(M, WIDTH, dtype=DTYPE)
+    pipeline.step({"x": x}, targets, M)
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"pid{rank}", str(os.getpid()))
+    pid = int(store.get(f"pid{victim}"))
+    if rank == victim:
+        for stage in stages.values():
+            stage.signal = how
+    started = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        pipeline.step({"x": x}, targets, M)
+    took = time.monotonic() - started
+    with pytest.raises(RuntimeError, match="this pipeline failed before"):
+        pipeline.step({"x": x}, targets, M)
+    Path(folder, f"raised{rank}").touch()
+    if len(list(Path(folder).iterdir())) == 3 and how == signal.SIGSTOP:
+        os.kill(pid, signal.SIGKILL)
+    return str(caught.value), took, isinstance(caught.value, ChannelTimeout)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_v"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "stalls"])
+@pytest.mark.parametrize(
+    "victim", [2, pytest.param(0, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)]
+)
+def test_every_other_rank_names_whom_it_waited_for(name, how, victim, tmp_path):
+    results = run_ranks(4, run_victim, name, victim, int(how), str(tmp_path), expect_dead=(victim,))
+    neighbours = 0
+    for rank, result in enumerate(results):
+        if rank == victim:
+            continue
+        text, took, timed_out = result
+        assert took < PATIENCE_S, f"rank {rank} hung for {took:.1f} s"
+        if "all_reduce" in text:  # its part of the schedule was done: it waited for the means
+            assert re.search(rf"rank {rank} waited for rank [\d, ]*{victim}", text), text
+            continue
+        assert re.search(rf"rank {rank} action \d(SEND|RECV)_[FB]\d ", text) and "peer rank" in text, text
+        neighbours += f"peer rank {victim}" in text
+        assert timed_out or how == signal.SIGKILL or "Connection closed" in text, text
+    assert neighbours, "no rank names the one that fell"
