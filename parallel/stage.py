@@ -50,7 +50,8 @@ class StageRunner:
             if hasattr(layer, "weight_grads"):
                 layer.weight_grads = self.sink  # type: ignore[assignment]
             else:
-                self._foreign += [p for p in layer.parameters(recurse=False) if not isinstance(p, DTensor)]  # FSDP2 copies
+                own = layer.parameters(recurse=False)
+                self._foreign += [p for p in own if not isinstance(p, DTensor)]  # FSDP2 copies
         self._fresh: list[nn.Parameter] = []  # those of them without a gradient yet
         self._static: Specs | None = None  # what every micro-batch takes; None: not known, or a listed step
         self.specs: Sequence[Specs] = ()  # what the stage takes, by micro-batch
@@ -150,9 +151,8 @@ class StageRunner:
 
     def finish(self) -> None:
         """Waits for the sends of the step that nothing has shown to be done."""
-        for sent in self._sent_grads:
-            sent.wait()
-        self._sent_grads = []
+        while self._sent_grads:
+            self._sent_grads.pop().wait()
         while self._sent_forward_only:
             self._finish_forward_only()
         if self.state.training:
