@@ -1,11 +1,11 @@
-"""`plait bench roofline | report`: the commands that read result files and measure nothing. Parses and prints."""
+"""`plait bench roofline | report`: the commands that read result files and measure nothing."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from plait.bench import report, roofline
+from plait.bench import html_report, report, roofline
 from plait.bench.kernel_shapes import cases as kernel_cases
 from plait.bench.result_file import ResultFile, read
 
@@ -24,6 +24,14 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     roof.add_argument("--only", default="", metavar="TEXT", help="only the cases whose name contains TEXT")
     roof.add_argument("--csv", type=Path, metavar="FILE")
+    page = commands.add_parser("report", help="result files as one self-contained HTML page")
+    page.add_argument(
+        "results", type=Path, nargs="*", metavar="RESULT", help="files or folders (default: bench/results)"
+    )
+    page.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="default report.html")
+    page.add_argument(
+        "--card", default="", metavar="NAME", help="whose data sheet, such as h200 (default: as measured)"
+    )
 
 
 def show_roofline(args: argparse.Namespace) -> int:
@@ -65,4 +73,23 @@ def write_csv(path: Path | None, header: list[str], rows: list[list[str]]) -> No
         report.write_text(path, report.csv_text(header, rows))
 
 
-ACTIONS = {"roofline": show_roofline}
+def write_report(args: argparse.Namespace) -> int:
+    """Writes the page; ValueError where there is nothing to show."""
+    files = [read(path) for path in files_of(args.results or [Path("bench/results")])]
+    report.write_text(args.out, html_report.page(files, card=args.card))
+    print(f"written: {args.out} ({', '.join(dict.fromkeys(file.suite for file in files))})")
+    return 0
+
+
+def files_of(places: list[Path]) -> list[Path]:
+    """The places, each folder as the JSON files in it; ValueError for a folder without one."""
+    found = []
+    for place in places:
+        inside = sorted(place.glob("*.json")) if place.is_dir() else [place]
+        if not inside:
+            raise ValueError(f"{place}: holds no result file; `plait bench run --json {place}` writes them")
+        found += inside
+    return found
+
+
+ACTIONS = {"roofline": show_roofline, "report": write_report}

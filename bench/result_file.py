@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,13 +22,16 @@ class ResultFileError(ValueError):
 
 @dataclass(frozen=True)
 class ResultFile:
-    """What one run wrote: machine and source are the plain data of device.py; cases by name."""
+    """What one run wrote: machine and source are the plain data of device.py; cases by name; date in ISO 8601."""
 
     path: str
     suite: str
     machine: dict[str, Any]
     source: dict[str, Any]
     cases: dict[str, CaseResult]
+    date: str = ""
+    command: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
 
     def title(self) -> str:
         """Returns path and commit, for people."""
@@ -59,6 +62,8 @@ def read(path: Path) -> ResultFile:
             get(data, "", "machine", dict),
             get(data, "", "source", dict),
             dict(zip(names, results, strict=True)),
+            *(get(data, "", name, str, "") for name in ("date", "command")),
+            get(data, "", "options", dict, {}),
         )
     except ValueError as error:
         raise ResultFileError(f"{path}: {error}") from error

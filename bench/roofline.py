@@ -19,14 +19,18 @@ from plait.bench.stats import median_interval
 
 @dataclass(frozen=True)
 class Roof:
-    """Bytes/s and FLOP/s by torch's dtype name; title says whose."""
+    """Bytes/s and FLOP/s by torch's dtype name; title says whose. device: "cuda" or "cpu", whose work it bounds."""
 
     title: str
     bytes_per_s: float
     flop_per_s: dict[str, float]
+    device: str = "cuda"
 
     def bound(self, case: Case) -> tuple[float, str] | None:
-        """(least seconds, "memory" or "compute"); None where the case declares no work or the roof has no rate."""
+        """(least seconds, "memory" or "compute"); None where the case declares no work, ran on another device, or the
+        roof has no rate for its dtype."""
+        if device_of(case) != self.device:
+            return None
         rate = self.flop_per_s.get(dtype_of(case))
         by_memory = case.bytes_moved / self.bytes_per_s if case.bytes_moved and self.bytes_per_s else 0.0
         by_flop = case.flop / rate if case.flop and rate else 0.0
@@ -44,6 +48,11 @@ def dtype_of(case: Case) -> str:
     return str(case.params.get("dtype", ""))
 
 
+def device_of(case: Case) -> str:
+    """Where the case's work is done: as it says, on the card that it names, else on the host."""
+    return str(case.params.get("device") or ("cuda" if case.params.get("card") else "cpu"))
+
+
 def datasheet(card: Card) -> Roof:
     """The card's own figures, fp32 without tf32."""
     rates = {dtype: peak.flop_per_s for dtype, peak in card.peaks.items()}
@@ -52,10 +61,11 @@ def datasheet(card: Card) -> Roof:
 
 def measured_roof(file: ResultFile) -> Roof:
     """What the suite `ceilings` reached: the best median of copy and read, and of each dtype's products."""
-    memory = 0.0
+    memory, device = 0.0, "cpu"
     rates: dict[str, float] = {}
     for result in file.cases.values():
         case = result.case
+        device = device_of(case)
         for measured in result.providers.values():
             if not measured.samples_s or measured.invalid:
                 continue
@@ -66,7 +76,7 @@ def measured_roof(file: ResultFile) -> Roof:
                 memory = max(memory, (case.bytes_moved or 0.0) / seconds)
     if file.suite != "ceilings" or not memory:
         raise ValueError(f"{file.path}: holds no bandwidth of suite `ceilings`; `plait bench ceilings` measures it")
-    return Roof(f"measured on this {'card' if file.machine.get('gpus') else 'host'}", memory, rates)
+    return Roof(f"measured on this {'card' if device == 'cuda' else 'host'}", memory, rates, device)
 
 
 HARDWARE = ("cpu", "cores", "memory_gib", "gpus")
@@ -78,7 +88,10 @@ def same_hardware(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def roof_for(file: ResultFile, files: list[ResultFile]) -> Roof | None:
-    """The last of the files that holds ceilings of this file's hardware, as a roof."""
+    """The last of the files that holds ceilings of this file's hardware, as a roof; none for a card that only names
+    itself (lower bounds)."""
+    if any(one.case.params.get("card") for one in file.cases.values()):
+        return None
     found = [one for one in files if one.suite == "ceilings" and same_hardware(one.machine, file.machine)]
     return measured_roof(found[-1]) if found else None
 

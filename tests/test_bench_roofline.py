@@ -18,6 +18,9 @@ MACHINE = {"cpu": "c", "cores": 2, "memory_gib": 3, "gpus": [{"name": "NVIDIA H2
 BF16 = {"dtype": "bfloat16", "device": "cuda"}
 
 
+CPU = Case("c", {"dtype": "bfloat16", "device": "cpu"}, flop=1.0)  # on a machine with a card
+
+
 def result(case: Case, seconds: float, cache: str = "") -> CaseResult:
     return CaseResult(case, "plait", {"plait": Measured([seconds] * 6, "ok")}, cache=cache)
 
@@ -48,7 +51,7 @@ def test_the_bound_is_the_larger_of_memory_and_arithmetic(flop, nbytes, seconds,
     assert found == (pytest.approx(seconds), limiter)
 
 
-@pytest.mark.parametrize("case", [Case("c", BF16), Case("c", {"dtype": "int4"}, flop=1.0), Case("c", {}, flop=1.0)])
+@pytest.mark.parametrize("case", [Case("c", BF16), Case("c", {**BF16, "dtype": "int4"}, flop=1.0), CPU])
 def test_no_work_or_no_rate_is_no_bound(case):
     assert roofline.datasheet(H200).bound(case) is None
 
