@@ -4,11 +4,14 @@ Only `tune` needs a GPU.
 """
 
 import argparse
+import collections
+import json
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from plait.kernels import tune_card
+from plait.kernels import pinned, tune_card
 from plait.kernels.gate import ARCHS, Verdict, check, default_points, narrow_accesses, resident_warps
 from plait.kernels.inspect import Facts, compile_offline, parse_arch
 from plait.kernels.measured import path_of
@@ -29,6 +32,19 @@ def _parser() -> argparse.ArgumentParser:
     gate.add_argument("names", nargs="*", help="points or their prefixes (default: the declared list)")
     gate.add_argument("--arch", action="append", help=f"may be repeated (default: {', '.join(ARCHS)})")
     gate.add_argument("--all", action="store_true", help="every point and the whole attention table")
+    wrote = commands.add_parser("pin", help="write the facts of the declared points down: what check holds them to")
+    differs = commands.add_parser("diff", help="which kernels' machine code or facts changed: exit 1 if one is worse")
+    differs.add_argument(
+        "--base", default="", help="a file of pinned rows or a git ref (default: the committed file)"
+    )
+    for command in (wrote, differs):
+        command.add_argument("names", nargs="*", help="points or their prefixes (default: the declared list)")
+        command.add_argument("--arch", action="append", help=f"may be repeated (default: {', '.join(ARCHS)})")
+        command.add_argument("--all", action="store_true", help="every point and the whole attention table")
+    wrote.add_argument("--out", type=Path, default=pinned.PATH, help="the file (default: kernels/pinned.json)")
+    wrote.add_argument("--reason", default="", help="why a row that is worse is pinned all the same; kept in the row")
+    for command in (gate, differs):
+        command.add_argument("--json", type=Path, metavar="FILE", help="write the outcome as JSON")
     filled = commands.add_parser("warm", help="compile the declared launches into triton's cache: no GPU needed")
     filled.add_argument("names", nargs="*", help="points or their prefixes (default: all but attention's long table)")
     filled.add_argument("--arch", action="append", help=f"may be repeated (default: {', '.join(ARCHS)})")
@@ -70,22 +86,72 @@ def _has_all(names: list[str], known: list[str], what: str, listed_by: str) -> b
     return not unknown
 
 
-def _check(names: list[str], archs: list[str] | None, every: bool) -> int:
-    known = list(points(every))
-    if not _has_all(names, known, "kernel", "list"):
-        return 2
+def _chosen(names: list[str], archs: list[str] | None, every: bool) -> list[tuple[str, str]]:
+    """(point, architecture) that a command line means: by name, every one, or the declared list."""
+    known = list(points(every or bool(names)))
     if names:
-        chosen = [(p, a) for p in known if p.startswith(tuple(names)) for a in archs or ARCHS]
-    elif every:
-        chosen = [(point, arch) for point in known for arch in archs or ARCHS]
-    else:
-        chosen = [(point, arch) for point, arch in default_points() if archs is None or arch in archs]
-    num_broken = 0
+        return [(p, a) for p in known if p.startswith(tuple(names)) for a in archs or ARCHS]
+    if every:
+        return [(point, arch) for point in known for arch in archs or ARCHS]
+    return [(point, arch) for point, arch in default_points() if archs is None or arch in archs]
+
+
+def _check(names: list[str], archs: list[str] | None, every: bool, out: Path | None) -> int:
+    if not _has_all(names, list(points(every)), "kernel", "list"):
+        return 2
+    chosen, tool = _chosen(names, archs, every), pinned.toolchain()
+    rows = pinned.Pins.read(pinned.PATH).data.get(tool, {})
+    if not rows:
+        print(f"NEW: {tool} has no pinned rows, so nothing is held to them; `plait kernels pin` writes them")
+    num_broken, outcome = 0, []
     for verdict in check(chosen):
-        print(row(verdict), flush=True)
-        num_broken += bool(verdict.broken)
+        key = pinned.key_of(verdict.name, verdict.facts.arch)
+        change = pinned.compare(key, rows.get(key), pinned.measure(verdict.name, verdict.facts.arch, verdict.facts))
+        broken = [*verdict.broken, *([f"worse than pinned: {'; '.join(change.said)}"] * (change.status == "worse"))]
+        status = "FAIL" if broken else "NEW" if change.status == "NEW" else "ok"
+        print(
+            f"{row(verdict._replace(broken=broken))}{'' if broken or status == 'ok' else ', ' + status}", flush=True
+        )
+        num_broken += bool(broken)
+        outcome.append({"key": key, "status": status, "broken": broken, "row": change.row and change.row._asdict()})
     print(f"{len(chosen)} points checked, {num_broken} break a rule")
+    if out is not None:
+        out.write_text(json.dumps({"toolchain": tool, "points": outcome}, indent=1) + "\n")
     return 1 if num_broken else 0
+
+
+def _changes(changes: Iterable[pinned.Change]) -> Iterator[pinned.Change]:
+    """Prints each change as it comes, and how many there were of each kind."""
+    counts: collections.Counter[str] = collections.Counter()
+    for change in changes:
+        counts[change.status] += 1
+        if change.status != "same":
+            print(f"{change.key:48s} {change.status:7s} {'; '.join(change.said) or 'machine code'}", flush=True)
+        yield change
+    print(", ".join(f"{number} {status}" for status, number in sorted(counts.items())) or "no points")
+
+
+def _pin(chosen: list[tuple[str, str]], path: Path, reason: str) -> int:
+    tool, pins = pinned.toolchain(), pinned.Pins.read(path)
+    changes = list(_changes(pinned.diff(pins.data.get(tool, {}), chosen)))
+    written = pinned.pin(pins, tool, changes, reason)
+    if written:
+        pins.write(path)
+    print(f"{len(written)} rows written to {path} ({tool})")
+    return 0
+
+
+def _diff(chosen: list[tuple[str, str]], base: str, out: Path | None) -> int:
+    tool = pinned.toolchain()
+    path = Path(base) if base else pinned.PATH
+    pins = pinned.Pins.read(path) if not base or path.is_file() else pinned.from_git(base)
+    if tool not in pins.data:
+        print(f"NEW: the base has no rows of {tool}; it has {'; '.join(pins.data) or 'none'}")
+    changes = list(_changes(pinned.diff(pins.data.get(tool, {}), chosen)))
+    if out is not None:
+        data = [{**change._asdict(), "row": change.row and change.row._asdict()} for change in changes]
+        out.write_text(json.dumps({"toolchain": tool, "changes": data}, indent=1) + "\n")
+    return 1 if any(change.status == "worse" for change in changes) else 0
 
 
 def told(done: Warmed, number: int, total: int) -> str:
@@ -163,8 +229,19 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         print(f"plait kernels: {error}", file=sys.stderr)
         return 2
-    if arguments.command == "check":
-        return _check(arguments.names, archs, arguments.all)
+    try:
+        if arguments.command == "check":
+            return _check(arguments.names, archs, arguments.all, arguments.json)
+        if arguments.command in ("pin", "diff"):
+            if not _has_all(arguments.names, list(points(True)), "kernel", "list"):
+                return 2
+            wanted = _chosen(arguments.names, archs, arguments.all)
+            if arguments.command == "pin":
+                return _pin(wanted, arguments.out, arguments.reason)
+            return _diff(wanted, arguments.base, arguments.json)
+    except (pinned.PinError, OSError) as error:
+        print(f"plait kernels {arguments.command}: {error}", file=sys.stderr)
+        return 2
     if arguments.command == "warm":
         return _warm(arguments.names, archs or list(ARCHS), arguments.all)
     if arguments.name not in known:

@@ -19,6 +19,8 @@ _MATRIX = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
 # CUDA programming guide, compute capabilities: registers and shared bytes of a multiprocessor, warps at most.
 _SHARED_BYTES = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
 _REGISTERS, _MAX_WARPS, _MAX_BLOCKS, _RESERVED_SHARED = 65536, 64, 32, 1024
+_TENSOR_COLUMNS = 512  # of a multiprocessor of sm_100 (PTX ISA 8.7, tcgen05.alloc)
+_WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}  # bytes of an access by its suffix; else 4
 
 
 class Rule(NamedTuple):
@@ -28,7 +30,11 @@ class Rule(NamedTuple):
     narrow: int | None = None  # global accesses that may be under 128 bits; None: not a streaming kernel
     matrix: bool = False  # uses the tensor cores
     mma: bool = False  # by the older mma too, on any architecture
+    wide: float = 0.95  # of a streaming kernel: least share of bytes in 128-bit accesses, by instructions
+    reason: str = ""  # why less than 95 %, or mma, is right here
 
+
+_ROWS = "a statistic per row of a thread"  # in tiles of narrow rows
 
 # By prefix of the point's name; the longest that fits holds. Narrow accesses are statistics, scalars of a row, table
 # entries and the ends of a range that 128 bits do not cover; warps are what the compiler left on sm_80 to sm_100.
@@ -42,18 +48,18 @@ RULES: dict[str, Rule] = {
     "layer_norm.backward": Rule(min_warps=8, narrow=2),
     "layer_norm_residual.backward": Rule(min_warps=8, narrow=2),
     # Tiles of narrow rows: a statistic per row of a thread, and weights that 16 threads share.
-    "rms_norm.forward.128": Rule(min_warps=40, narrow=2),
-    "rms_norm.backward.128": Rule(min_warps=32, narrow=3),
-    "rms_norm.backward.64": Rule(min_warps=24, narrow=3),
-    "rms_norm_residual.backward.64": Rule(min_warps=24, narrow=3),
-    "layer_norm.backward.64": Rule(min_warps=24, narrow=5),
-    "layer_norm_residual.backward.64": Rule(min_warps=24, narrow=5),
+    "rms_norm.forward.128": Rule(min_warps=40, narrow=2, wide=0.9, reason=_ROWS),
+    "rms_norm.backward.128": Rule(min_warps=32, narrow=3, wide=0.8, reason=_ROWS),
+    "rms_norm.backward.64": Rule(min_warps=24, narrow=3, wide=0.8, reason=_ROWS),
+    "rms_norm_residual.backward.64": Rule(min_warps=24, narrow=3, wide=0.8, reason=_ROWS),
+    "layer_norm.backward.64": Rule(min_warps=24, narrow=5, wide=0.7, reason=_ROWS),
+    "layer_norm_residual.backward.64": Rule(min_warps=24, narrow=5, wide=0.7, reason=_ROWS),
     "rope": Rule(min_warps=24, narrow=0),
     "attention": Rule(min_warps=4, matrix=True),
     "attention.delta": Rule(min_warps=8),
     # With channels padded to 256 no tile of wgmma or tcgen05 is free of spills: mma (compiled offline).
     **{
-        f"attention.{kernel}": Rule(min_warps=4, matrix=True, mma=True)
+        f"attention.{kernel}": Rule(min_warps=4, matrix=True, mma=True, reason="channels padded to 256 spill else")
         for kernel in (
             "dkdv.192",
             "dkdv.256",
@@ -64,26 +70,26 @@ RULES: dict[str, Rule] = {
             "dq.256.dropout",
         )
     },
-    "cross_entropy.stats": Rule(min_warps=24, narrow=5),
+    "cross_entropy.stats": Rule(min_warps=24, narrow=5, wide=0.5, reason="target, its logit, three statistics a row"),
     "cross_entropy.stats.50257": Rule(min_warps=24),  # rows of odd length start anywhere
-    "cross_entropy.grad": Rule(min_warps=24, narrow=3),
+    "cross_entropy.grad": Rule(min_warps=24, narrow=3, wide=0.85, reason="target, lse and dloss of a row"),
     "cross_entropy.grad.50257": Rule(min_warps=24),
     "linear": Rule(min_warps=4, matrix=True),
     "linear.few_rows": Rule(min_warps=8),  # 16 rows: fewer than wgmma and tcgen05 take, so mma everywhere
     "linear.finish": Rule(min_warps=16),
     "linear.activation_grad": Rule(min_warps=16),
     "linear.fp32": Rule(min_warps=4),  # without tf32 there is no tensor core for fp32
-    "adamw.run": Rule(min_warps=24, narrow=8),
-    "adamw.table": Rule(min_warps=16, narrow=16),
+    "adamw.run": Rule(min_warps=24, narrow=8, wide=0.8, reason="scalars of the step"),
+    "adamw.table": Rule(min_warps=16, narrow=16, wide=0.7, reason="scalars of the step, entries of the table"),
     "adamw.narrow": Rule(min_warps=8),
     "adamw.strided": Rule(min_warps=8),
-    "l2_norm.run": Rule(min_warps=32, narrow=1),
-    "l2_norm.table": Rule(min_warps=32, narrow=6),
+    "l2_norm.run": Rule(min_warps=32, narrow=1, wide=0.85, reason="one sum a program"),
+    "l2_norm.table": Rule(min_warps=32, narrow=6, wide=0.4, reason="entries of the table, one sum a program"),
     "l2_norm.narrow": Rule(min_warps=32),
     "l2_norm.strided": Rule(min_warps=16),
     "l2_norm.finish": Rule(min_warps=32),  # one program
     "tables.write": Rule(min_warps=32),  # one program of one warp
-    "dropout": Rule(min_warps=48, narrow=2),
+    "dropout": Rule(min_warps=48, narrow=2, wide=0.6, reason="seed and offset"),
     "embedding.forward": Rule(min_warps=48, narrow=0),
     "embedding.windows": Rule(min_warps=24),
     "embedding.crossing": Rule(min_warps=16),
@@ -106,13 +112,45 @@ def rule_of(name: str) -> Rule:
     return RULES[max(fitting, key=len)]
 
 
-def resident_warps(facts: Facts) -> int:
-    """Warps of the kernel that fit on one multiprocessor, by registers (256 at a time a warp) and shared memory."""
+def resident_blocks(facts: Facts) -> tuple[int, str]:
+    """(blocks that fit on one multiprocessor, what limits them). Registers go by 256 to a warp."""
     number = parse_arch(facts.arch)
-    registers_of_warp = -(-facts.registers * 32 // 256) * 256
-    by_registers = _REGISTERS // (registers_of_warp * facts.num_warps)
-    by_shared = _SHARED_BYTES[number] // (facts.shared_bytes + _RESERVED_SHARED)
-    return min(by_registers, by_shared, _MAX_BLOCKS, _MAX_WARPS // facts.num_warps) * facts.num_warps
+    registers_of_warp = max(1, -(-facts.registers * 32 // 256)) * 256
+    limits = {
+        "registers": _REGISTERS // (registers_of_warp * facts.num_warps),
+        "shared memory": _SHARED_BYTES[number] // (facts.shared_bytes + _RESERVED_SHARED),
+        "warps": _MAX_WARPS // facts.num_warps,
+        "blocks": _MAX_BLOCKS,
+    }
+    if facts.tensor_columns:
+        limits["tensor memory"] = _TENSOR_COLUMNS // facts.tensor_columns
+    limiter = min(limits, key=limits.__getitem__)
+    return limits[limiter], limiter
+
+
+def resident_warps(facts: Facts) -> int:
+    """Warps of the kernel that fit on one multiprocessor at once."""
+    return resident_blocks(facts)[0] * facts.num_warps
+
+
+def access_bytes(facts: Facts) -> tuple[int, int]:
+    """(bytes in 128-bit accesses, all) of global loads, stores and asynchronous copies, each instruction once.
+
+    Bulk copies (TMA) have no width of their own and are left out. An instruction counts once however often it
+    runs, so that the numbers of a row weigh more in a kernel of small blocks.
+    """
+    wide = total = 0
+    for opcode, number in facts.instructions.items():
+        if opcode.startswith(("LDG.", "STG.", "LDGSTS.")):
+            width = next((size for suffix, size in _WIDTHS.items() if f".{suffix}" in f"{opcode}."), 4)
+            wide, total = wide + (width == 16) * width * number, total + width * number
+    return wide, total
+
+
+def wide_share(facts: Facts) -> float:
+    """The share of bytes in 128-bit accesses; 1 where there is no access but bulk copies."""
+    wide, total = access_bytes(facts)
+    return wide / total if total else 1.0
 
 
 def narrow_accesses(facts: Facts) -> int:
@@ -127,9 +165,9 @@ def judge(facts: Facts, rule: Rule) -> list[str]:
         broken.append(
             f"spills: {facts.spill_loads} loads, {facts.spill_stores} stores, {facts.stack_bytes} bytes of stack"
         )
-    wide = sum(facts.count(opcode) for opcode in ("DADD", "DMUL", "DFMA"))
-    if wide:
-        broken.append(f"{wide} fp64 instructions")
+    doubles = sum(facts.count(opcode) for opcode in ("DADD", "DMUL", "DFMA"))
+    if doubles:
+        broken.append(f"{doubles} fp64 instructions")
     # ATOMS is shared memory; an exchange hands over a TMA descriptor and adds nothing.
     atomics = sum(
         number
@@ -141,6 +179,11 @@ def judge(facts: Facts, rule: Rule) -> list[str]:
     narrow = narrow_accesses(facts)
     if rule.narrow is not None and narrow > rule.narrow:
         broken.append(f"{narrow} global accesses under 128 bits; at most {rule.narrow}")
+    if rule.narrow is not None and wide_share(facts) < rule.wide:
+        broken.append(f"{wide_share(facts):.1%} of bytes in 128-bit accesses; at least {rule.wide:.0%}")
+    most = _SHARED_BYTES[parse_arch(facts.arch)] - _RESERVED_SHARED
+    if facts.shared_bytes > most:
+        broken.append(f"{facts.shared_bytes} bytes of shared memory; at most {most}")
     opcode = _MATRIX[parse_arch(facts.arch)]
     if rule.matrix and not facts.count(opcode) and not (rule.mma and facts.count("HMMA")):
         broken.append(f"no {opcode}: the tensor cores of {facts.arch} are idle")

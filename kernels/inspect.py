@@ -7,10 +7,12 @@ judge: limits belong to the caller. Not possible in the interpreter, where kerne
 
 import collections
 import functools
+import hashlib
+import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,11 +22,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from plait.kernels import pinned_code
 from plait.kernels.launch import INTERPRETED, Launch
 
 
 class Facts(NamedTuple):
-    """One compiled kernel. Spills are loads and stores of local memory in the machine code."""
+    """One compiled kernel. Spills are loads and stores of local memory in the machine code.
+
+    spill_lines: source line -> such instructions; tensor_columns: of 32 bits of 128 lanes (sm_100); loop: opcode ->
+    count of the hot loop (pinned_code.py); code: a hash of the instructions alone.
+    """
 
     name: str
     arch: str
@@ -35,6 +42,10 @@ class Facts(NamedTuple):
     shared_bytes: int
     num_warps: int
     instructions: dict[str, int]
+    spill_lines: dict[str, int] = {}
+    tensor_columns: int = 0
+    loop: dict[str, int] = {}
+    code: str = ""
 
     def count(self, prefix: str) -> int:
         """Instructions whose opcode starts with `prefix`, such as "HGMMA", "LDG.E.128" or "DFMA"."""
@@ -88,43 +99,78 @@ def compile_launch(launch: Launch, arch: str = "sm_90") -> Any:
     return triton.compile(source, target=target, options=options)
 
 
-def _tool(name: str) -> str:
+def tool_path(name: str) -> str:
+    """Where the CUDA tool of the triton wheel is."""
     import triton.backends.nvidia as nvidia
 
     return str(Path(nvidia.__file__).parent / "bin" / name)
 
 
 def _machine_code(cubin: bytes) -> tuple[str, str]:
-    """(resource usage, disassembly) as the CUDA tools print them."""
+    """(resource usage, disassembly with source lines) as the CUDA tools print them."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         usage = subprocess.run(
-            [_tool("cuobjdump"), "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
+            [tool_path("cuobjdump"), "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
         )
         code = subprocess.run(
-            [_tool("nvdisasm"), "-c", file.name], check=True, capture_output=True, text=True
+            [tool_path("nvdisasm"), "-c", "-g", file.name], check=True, capture_output=True, text=True
         )  # fmt: skip
     return usage.stdout, code.stdout
+
+
+def remembered(what: str, parts: Iterable[bytes], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """make()'s plain data, kept in triton's cache under `what` and a hash of `parts` and of the code that reads them.
+
+    An entry that is no JSON, as a full disk leaves it, is made again.
+    """
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("pinned*.py")):
+        digest.update(source.read_bytes())
+    for part in (Path(__file__).read_bytes(), what.encode(), *parts):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    cache = triton.runtime.cache.get_cache_manager(digest.hexdigest())
+    path, name = cache.get_file(f"{what}.json"), f"{what}.json"
+    if path is not None:
+        try:
+            found: dict[str, Any] = json.loads(Path(path).read_text())
+            return found
+        except (OSError, ValueError):
+            pass  # made again below
+    data = make()
+    cache.put(json.dumps(data), name, binary=False)
+    return data
+
+
+def _read(cubin: bytes) -> dict[str, Any]:
+    """What the machine code says: resources, instructions, spilling lines, the hot loop, the hash."""
+    usage, text = _machine_code(cubin)
+    resources = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
+    code, labels = pinned_code.parse(text)
+    return {
+        "registers": resources.get("REG", 0),
+        "stack_bytes": resources.get("STACK", 0),
+        "instructions": dict(collections.Counter(one.opcode for one in code)),
+        "spill_lines": pinned_code.spill_lines(code),
+        "loop": pinned_code.hot_loop(code, labels),
+        "code": pinned_code.code_hash(cubin),
+    }
 
 
 def compile_offline(launch: Launch, arch: str = "sm_90") -> Facts:
     """Compiles for `arch` and reads the result. RuntimeError in interpreter mode, ValueError on an unknown arch."""
     compiled = compile_launch(launch, arch)
-    usage, code = _machine_code(compiled.asm["cubin"])
-    resources = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
-    # An instruction: an optional predicate, then the opcode, after the address comment.
-    opcodes = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", code, re.MULTILINE)
-    mix = dict(collections.Counter(opcodes))
-    local = {kind: sum(n for op, n in mix.items() if op.startswith(kind)) for kind in ("LDL", "STL")}
+    cubin: bytes = compiled.asm["cubin"]
+    read = remembered("facts", [cubin], lambda: _read(cubin))
+    local = {kind: sum(n for op, n in read["instructions"].items() if op.startswith(kind)) for kind in ("LDL", "STL")}
     return Facts(
         name=launch.kernel.__name__,
         arch=f"sm_{parse_arch(arch)}",
-        registers=resources.get("REG", 0),
-        stack_bytes=resources.get("STACK", 0),
         spill_loads=local["LDL"],
         spill_stores=local["STL"],
         shared_bytes=compiled.metadata.shared,
         num_warps=launch.num_warps,
-        instructions=mix,
+        tensor_columns=getattr(compiled.metadata, "tmem_size", 0) or 0,
+        **read,
     )
