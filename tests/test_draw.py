@@ -7,8 +7,8 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from plait.parallel.schedules import gpipe, interleaved, one_f_one_b, parse_csv
-from plait.parallel.schedules.draw import table, to_perfetto
+from plait.parallel.schedules import Costs, gpipe, interleaved, one_f_one_b, parse_csv
+from plait.parallel.schedules.draw import table, to_perfetto, to_svg
 from tests.torch_schedules import torch_csv
 
 MAKERS = [
@@ -65,3 +65,64 @@ def test_perfetto_trace_has_a_track_per_rank(make):
     assert len(spans) == sum(len(lane) for lane in timeline.lanes)
     assert {e["tid"] for e in spans} == set(range(schedule.num_ranks))
     assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(timeline.makespan * 0.5e6)
+
+
+# ---- plan and run on one scale -----------------------------------------------------------------------------------
+
+PLAN = one_f_one_b(3, 4).simulate(Costs(send=0.25))
+SLOWER = one_f_one_b(3, 4).simulate(Costs(forward=1.5, backward=3.0, send=0.5))
+
+
+def test_two_tables_have_one_scale():
+    first, second = table(PLAN, SLOWER, columns=200).split("\n\n")
+    rows = [text.splitlines() for text in (first, second)]
+    assert [len(part) for part in rows] == [4, 4]
+    assert f"1f1b: makespan {PLAN.makespan:g}" in rows[0][-1] and "exposed communication 0.042" in rows[0][-1]
+    lengths = [len(part[0]) - len("rank 0   ") for part in rows]
+    assert lengths[0] / lengths[1] == pytest.approx(PLAN.makespan / SLOWER.makespan, abs=0.02)
+
+
+def test_a_tiny_action_does_not_blow_the_table_up():
+    """A measured W of microseconds beside an F of milliseconds once asked for a line of thousands of characters."""
+    timeline = parse_csv("0F0,0I0,0W0\n").simulate(Costs(1.0, 1.0, 1.0, 1e-6))
+    row = table(timeline, columns=100).splitlines()[0]
+    assert len(row) <= 110 and "F0" in row and "I0" in row
+
+
+def test_svg_of_two_has_both_on_one_axis():
+    root = ElementTree.fromstring(to_svg(PLAN, SLOWER, width=600, unit="s"))
+    space = "{http://www.w3.org/2000/svg}"
+    bars = [group.find(f"{space}rect") for group in root.iter(f"{space}g")]
+    assert len(bars) == 2 * 3 * 8
+    ends = [float(bar.attrib["x"]) + float(bar.attrib["width"]) - 58 for bar in bars]
+    assert max(ends[24:]) == pytest.approx(600, abs=0.1)
+    assert max(ends[:24]) == pytest.approx(600 * PLAN.makespan / SLOWER.makespan, abs=0.1)
+    texts = ["".join(node.itertext()) for node in root.iter(f"{space}text")]
+    assert "0 s" in texts and "forward" in texts and "backward" in texts and "weight gradient" not in texts
+    assert sum(text.startswith("idle ") for text in texts) == 2 * 3
+    assert {node.attrib["y"] for node in root.iter(f"{space}rect")} >= {"50", "158"}  # below each other
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_svg_lines_are_messages_that_do_not_go_back_in_time(make):
+    timeline = make().simulate()
+    space = "{http://www.w3.org/2000/svg}"
+    root = ElementTree.fromstring(timeline.to_svg())
+    lines = [line for line in root.iter(f"{space}line") if "opacity" in line.attrib]
+    near = [m for m in timeline.messages if abs(m.source - m.target) == 1]
+    assert len(lines) == len(near) and all(float(line.attrib["x2"]) >= float(line.attrib["x1"]) for line in lines)
+
+
+def test_perfetto_of_two_has_two_processes_and_arrows_between_slices():
+    events = json.loads(to_perfetto(PLAN, SLOWER))["traceEvents"]
+    assert {e["pid"] for e in events} == {0, 1}
+    slices = {(e["pid"], e["tid"]): [] for e in events if e["ph"] == "X"}
+    for e in events:
+        if e["ph"] == "X":
+            slices[e["pid"], e["tid"]].append((e["ts"], e["ts"] + e["dur"]))
+    arrows = [e for e in events if e.get("cat") == "message"]
+    assert len(arrows) == 2 * (len(PLAN.messages) + len(SLOWER.messages)) == 2 * 2 * 16
+    for arrow in arrows:  # an arrow that lies in no slice is not drawn
+        assert any(start < arrow["ts"] < end for start, end in slices[arrow["pid"], arrow["tid"]])
+    starts, ends = ({a["id"]: a for a in arrows if a["ph"] == phase} for phase in "sf")
+    assert starts.keys() == ends.keys() and all(ends[i]["ts"] > starts[i]["ts"] for i in starts)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.parallel.cli import main, parse_costs
+from plait.parallel.cli import main
 from plait.parallel.schedules import NAMES, Costs, Op, ScheduleError, build, held, search, zb_h1
 from plait.parallel.schedules.action import singles
 from plait.parallel.schedules.costs import LayerCosts, Part, peak_memory, shared
@@ -149,18 +147,3 @@ def test_command_line_compares_and_searches(capsys, tmp_path):
     assert main([*asked, "--no-split"]) == 0
     assert main(["search", "--ranks", "2", "--microbatches", "4", "--memory", "0.2"]) == 1
     assert "nothing fits" in capsys.readouterr().err
-
-
-def test_costs_come_as_numbers_or_as_a_file(tmp_path, capsys):
-    assert parse_costs("1,2,3,0.5") == Costs(1, 5, 2, 3, 0.5)
-    path = tmp_path / "costs.json"
-    path.write_text(json.dumps({"forward": [1, 2], "input": [1, 2], "weight": [1, 1]}))
-    assert parse_costs(str(path)) == Costs([1, 2], [2, 3], [1, 2], [1, 1])
-    path.write_text(json.dumps({"forward": [1, 2]}))
-    for wrong, message in (
-        (str(path), "needs forward, input, weight"),
-        ("1,2", "expected F,I,W"),
-        ("a,b,c", "F,I,W"),
-    ):
-        assert main(["compare", "--ranks", "2", "--microbatches", "2", "--costs", wrong]) == 2
-        assert message in capsys.readouterr().err

@@ -135,7 +135,7 @@ def timeline(
         float(makespan / max(busy) - 1) if makespan else 0.0,
         float(1 - busy[longest] / spans[longest]) if spans[longest] else 0.0,
         peak_activations,
-        tuple(Message(*who, float(start - origin), float(end - origin)) for *who, start, end in messages),
+        tuple(Message(*m)._replace(start=float(m[5] - origin), end=float(m[6] - origin)) for m in messages),
         tuple(map(float, memory)),
     )
 
