@@ -11,6 +11,7 @@ import triton.language as tl
 
 from plait.kernels.launch import Launch, compute_dtype, next_power_of_two, rows_of, triton_dtype
 from plait.kernels.philox import keep_threshold, philox_keep, philox_keep_any, philox_load_key
+from plait.kernels.plans import Built, Site, planned
 
 _functional = torch.nn.functional
 # The position is the code that the registered ops and the kernels carry.
@@ -193,18 +194,25 @@ def _share(num_rows: int, programs: int) -> int:
     return -(-num_rows // (programs * _BLOCK_ROW)) * _BLOCK_ROW
 
 
+def _build_backward(
+    site: Site, dout: torch.Tensor, pre: torch.Tensor | None, rng: torch.Tensor | None, code: int, p: float,
+    sample_offset: int, row_offset: int, col_offset: int, want_sums: bool,
+) -> Built:  # fmt: skip
+    """Results (dpre, the programs' column sums or None)."""
+    num_cols, dpre, partial = dout.shape[-1], site.empty(dout.shape, dout.dtype), None
+    if want_sums:
+        programs = row_programs(dout.numel() // num_cols) if dout.numel() else 0
+        partial = site.empty((programs, num_cols), compute_dtype(dout.dtype))
+    mask = None if rng is None else (rng, p, sample_offset, row_offset, col_offset)
+    launches = [backward_launch(dout, pre, code, mask, dpre, partial)] if dout.numel() else []
+    return Built((dpre, partial), launches)
+
+
 def launch_backward(
     dout: torch.Tensor, pre: torch.Tensor | None, code: int,
     mask: tuple[torch.Tensor, float, int, int, int] | None, want_sums: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """(dpre, its column sums in the compute dtype or None) by Triton."""
-    dpre = dout.new_empty(dout.shape)
-    num_cols = dout.shape[-1]
-    if not dout.numel():
-        return dpre, dout.new_zeros(num_cols, dtype=compute_dtype(dout.dtype)) if want_sums else None
-    partial = None
-    if want_sums:
-        programs = row_programs(dout.numel() // num_cols)
-        partial = torch.empty(programs, num_cols, dtype=compute_dtype(dout.dtype), device=dout.device)
-    backward_launch(dout, pre, code, mask, dpre, partial).run()
+    rng, *place = (None, 0.0, 0, 0, 0) if mask is None else mask
+    dpre, partial = planned(_build_backward, (dout, pre, rng), code, *place, want_sums)
     return dpre, None if partial is None else partial.sum(0)

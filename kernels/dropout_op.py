@@ -22,6 +22,7 @@ from plait.kernels.launch import (
     use_triton,
 )
 from plait.kernels.philox import keep_mask_ref, keep_threshold, philox_keep, philox_load_key
+from plait.kernels.plans import Built, Site, planned
 
 
 def dropout_ref(
@@ -92,14 +93,20 @@ def forward_launch(
     return Launch(_dropout_kernel, (grid,), arguments, constants)
 
 
+def _build(
+    site: Site, x: torch.Tensor, rng: torch.Tensor, p: float, sample_offset: int, row_offset: int, col_offset: int
+) -> Built:
+    out = site.empty(x.shape, x.dtype)
+    place = (sample_offset, row_offset, col_offset)
+    return Built((out,), [forward_launch(x, rng.contiguous(), p, *place, out)] if x.numel() else [])
+
+
 def _kernel(
     x: torch.Tensor, rng: torch.Tensor, p: float, sample_offset: int, row_offset: int, col_offset: int
 ) -> torch.Tensor:
     if use_triton(x):
-        out = x.new_empty(x.shape)
-        if x.numel():
-            forward_launch(x, rng.contiguous(), p, sample_offset, row_offset, col_offset, out).run()
-        return out
+        found: torch.Tensor = planned(_build, (x, rng), p, sample_offset, row_offset, col_offset)[0]
+        return found
     return dropout_ref(
         x, p, rng, sample_offset=sample_offset, row_offset=row_offset, col_offset=col_offset
     ).contiguous()

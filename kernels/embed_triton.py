@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from plait.kernels.launch import Launch, compute_dtype, next_power_of_two, triton_dtype
+from plait.kernels.plans import Built, Site, planned
 
 # Elements per program: 16 a thread of 4 warps, two 16-byte accesses each way in 16-bit (derived).
 _BLOCK, _MAX_COL = 2048, 1024
@@ -151,26 +152,35 @@ def gradient_launches(
     return [windows, Launch(_sum_crossing, grid, (keys, partial, out, *out.stride(), *sizes), constants)]
 
 
+def _build_lookup(site: Site, tokens: torch.Tensor, weight: torch.Tensor, vocab_start: int) -> Built:
+    out = site.empty((*tokens.shape, weight.shape[1]), weight.dtype)
+    return Built((out,), [forward_launch(tokens.contiguous(), weight, vocab_start, out)] if out.numel() else [])
+
+
 def lookup(tokens: torch.Tensor, weight: torch.Tensor, vocab_start: int) -> torch.Tensor:
     """Rows of `weight` [V, D] by token, zeros for tokens of other shards."""
-    out = weight.new_empty((*tokens.shape, weight.shape[1]))
-    if out.numel():
-        forward_launch(tokens.contiguous(), weight, vocab_start, out).run()
-    return out
+    found: torch.Tensor = planned(_build_lookup, (tokens, weight), vocab_start)[0]
+    return found
+
+
+def _build_gradient(
+    site: Site, dout: torch.Tensor, keys: torch.Tensor, order: torch.Tensor, out: torch.Tensor, accumulate: bool
+) -> Built:
+    """dout [..., D]; keys and order [N] as sorted; out [V, D]."""
+    num_cols = out.shape[1]
+    partial = site.empty((triton.cdiv(keys.numel(), _WINDOW), 2, num_cols), compute_dtype(dout.dtype))
+    return Built((), gradient_launches(dout.reshape(-1, num_cols), keys, order, partial, out, accumulate))
 
 
 def add_rows(dout: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor, vocab_start: int, accumulate: bool) -> None:
     """Writes into `out` [V, D], or adds to it, the sum of dout [..., D] over each row's tokens."""
     if not accumulate:
         out.zero_()
-    num_rows, num_cols = out.shape
+    num_rows = out.shape[0]
     if dout.numel() and num_rows:
         local = tokens.reshape(-1) - vocab_start
         local.masked_fill_((local < 0) | (local >= num_rows), num_rows)
         keys, order = torch.sort(local, stable=True)
-        num_windows = triton.cdiv(keys.numel(), _WINDOW)
-        partial = torch.empty(num_windows, 2, num_cols, dtype=compute_dtype(dout.dtype), device=out.device)
-        for launch in gradient_launches(dout.reshape(-1, num_cols), keys, order, partial, out, accumulate):
-            launch.run()
+        planned(_build_gradient, (dout, keys, order, out), accumulate)
     # The kernels write by address, so autograd must be told.
     torch.autograd.graph.increment_version(out)

@@ -15,8 +15,9 @@ from plait.kernels.flash_backward import (
 from plait.kernels.flash_forward import attention_forward_kernel
 from plait.kernels.flash_order import pairs_together
 from plait.kernels.flash_tiles import RESIDENT_BYTES, delta_rows, padded, tile_of
-from plait.kernels.launch import Launch, arch_of, compute_dtype, next_power_of_two, run_launches, triton_dtype
+from plait.kernels.launch import Launch, arch_of, compute_dtype, next_power_of_two, triton_dtype
 from plait.kernels.philox import keep_threshold
+from plait.kernels.plans import Built, Site, planned
 
 
 def switches(q: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor | None, options: Options) -> dict[str, Any]:
@@ -163,12 +164,19 @@ def gradient_launches(
     return query, key
 
 
-def _run(*launches: Launch) -> None:
-    if any(launch.constants["DESCRIPTORS"] for launch in launches):
-        run_launches(launches)
-    else:
-        for launch in launches:
-            launch.run()
+def _build_forward(
+    site: Site, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
+    rng: torch.Tensor | None, cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, options: Options,
+) -> Built:  # fmt: skip
+    shape, stats = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])
+    dtype = compute_dtype(q.dtype)
+    if cu_q is None:
+        out, lse = site.empty(shape, q.dtype), site.empty(stats, dtype)
+    else:  # rows past the last document are not visited
+        out, lse = site.full(shape, q.dtype, 0.0), site.full(stats, dtype, float("-inf"))
+    if not q.numel():
+        return Built((out, lse))
+    return Built((out, lse), [forward_launch(q, k, v, sinks, rng, cu_q, cu_k, options, out, lse, site.arch)])
 
 
 def launch_forward(
@@ -176,16 +184,29 @@ def launch_forward(
     cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out [B, T, H, Kv], lse [B, H, T])."""
-    shape = (*q.shape[:3], v.shape[3])
-    stats = (q.shape[0], q.shape[2], q.shape[1])
-    dtype = compute_dtype(q.dtype)
-    if cu_q is None:
-        out, lse = q.new_empty(shape), q.new_empty(stats, dtype=dtype)
+    found: tuple[torch.Tensor, torch.Tensor] = planned(_build_forward, (q, k, v, sinks, rng, cu_q, cu_k), options)
+    return found
+
+
+def _build_backward(
+    site: Site, dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    out: torch.Tensor, lse: torch.Tensor, rng: torch.Tensor | None, cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None, options: Options,
+) -> Built:  # fmt: skip
+    """Results (dq, dk, dv, delta)."""
+    if cu_q is None and q.numel():
+        dq, dk, dv = (site.empty(x.shape, x.dtype) for x in (q, k, v))
     else:  # rows past the last document are not visited
-        out, lse = q.new_zeros(shape), q.new_full(stats, float("-inf"), dtype=dtype)
-    if q.numel():
-        _run(forward_launch(q, k, v, sinks, rng, cu_q, cu_k, options, out, lse))
-    return out, lse
+        dq, dk, dv = (site.full(x.shape, x.dtype, 0.0) for x in (q, k, v))
+    lse = lse.contiguous()
+    delta, base = site.empty(lse.shape, lse.dtype), site.empty(lse.shape, lse.dtype)
+    if not q.numel():
+        return Built((dq, dk, dv, delta))
+    first = delta_launch(dout, dlse, out.contiguous(), lse, delta, base)
+    query, key = gradient_launches(
+        dout, q, k, v, base, delta, rng, cu_q, cu_k, options, dq, dk, dv, site.arch
+    )  # fmt: skip
+    return Built((dq, dk, dv, delta), [first, query, key] if k.numel() else [first, query])
 
 
 def launch_backward(
@@ -194,12 +215,5 @@ def launch_backward(
     cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dq, dk, dv, dsinks [H] or empty)."""
-    visited = cu_q is None and q.numel() > 0
-    dq, dk, dv = (x.new_empty(x.shape) if visited else x.new_zeros(x.shape) for x in (q, k, v))
-    lse = lse.contiguous()
-    delta, base = torch.empty_like(lse), torch.empty_like(lse)
-    if q.numel():
-        delta_launch(dout, dlse, out.contiguous(), lse, delta, base).run()
-        query, key = gradient_launches(dout, q, k, v, base, delta, rng, cu_q, cu_k, options, dq, dk, dv)
-        _run(query, *(key,) * (k.numel() > 0))
+    dq, dk, dv, delta = planned(_build_backward, (dout, dlse, q, k, v, out, lse, rng, cu_q, cu_k), options)
     return dq, dk, dv, sink_gradient(sinks, lse, delta)

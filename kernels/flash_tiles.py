@@ -133,7 +133,7 @@ def fits_descriptor(x: torch.Tensor) -> bool:
         strides[3] == 1
         and strides[1] >= x.shape[3]  # rows that lie over each other are no matrix
         and all(stride * x.element_size() % 16 == 0 for stride in strides[:3])
-        and (x.is_meta or x.data_ptr() % 16 == 0)
+        and x.data_ptr() % 16 == 0
     )
 
 

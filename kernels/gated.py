@@ -25,6 +25,7 @@ from plait.kernels.launch import (
     use_triton,
     widened,
 )
+from plait.kernels.plans import Built, Site, planned
 
 
 def swiglu_ref(gate_up: torch.Tensor) -> torch.Tensor:
@@ -142,16 +143,24 @@ def geglu_backward_launch(dout: torch.Tensor, gate_up: torch.Tensor, grad: torch
     return backward_launch(dout, gate_up, grad, 1 + tanh)
 
 
+def _build_forward(site: Site, gate_up: torch.Tensor, form: int) -> Built:
+    out = site.empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2), gate_up.dtype)
+    return Built((out,), [forward_launch(gate_up, out, form)] if out.numel() else [])
+
+
+def _build_backward(site: Site, dout: torch.Tensor, gate_up: torch.Tensor, form: int) -> Built:
+    grad = site.empty(gate_up.shape, gate_up.dtype)
+    return Built((grad,), [backward_launch(dout, gate_up, grad, form)] if dout.numel() else [])
+
+
 def forward(gate_up: torch.Tensor) -> torch.Tensor:
     """swiglu without checks or graph: the kernel itself, for code that has a backward of its own."""
     if not use_triton(gate_up):
         gate, up = widened(gate_up).chunk(2, dim=-1)
         out = torch.nn.functional.silu(gate).mul_(up)
         return out if out.dtype is gate_up.dtype else out.to(gate_up.dtype)
-    out = gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
-    if out.numel():
-        forward_launch(gate_up, out).run()
-    return out
+    found: torch.Tensor = planned(_build_forward, (gate_up,), 0)[0]
+    return found
 
 
 def backward(dout: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
@@ -166,10 +175,8 @@ def backward(dout: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
         torch.lerp(sigmoid, sigmoid.new_ones(()), silu, out=sigmoid)  # sigmoid + silu * (1 - sigmoid)
         torch.mul(torch.mul(dout, up, out=silu), sigmoid, out=dgate)
         return grad if grad.dtype is gate_up.dtype else grad.to(gate_up.dtype)
-    grad = gate_up.new_empty(gate_up.shape)
-    if dout.numel():
-        backward_launch(dout, gate_up, grad).run()
-    return grad
+    found: torch.Tensor = planned(_build_backward, (dout, gate_up), 0)[0]
+    return found
 
 
 def geglu_forward(gate_up: torch.Tensor, tanh: bool) -> torch.Tensor:
@@ -178,10 +185,8 @@ def geglu_forward(gate_up: torch.Tensor, tanh: bool) -> torch.Tensor:
         gate, up = widened(gate_up).chunk(2, dim=-1)
         out = torch.nn.functional.gelu(gate, approximate=_APPROXIMATE[tanh]).mul_(up)
         return out if out.dtype is gate_up.dtype else out.to(gate_up.dtype)
-    out = gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
-    if out.numel():
-        geglu_forward_launch(gate_up, out, tanh).run()
-    return out
+    found: torch.Tensor = planned(_build_forward, (gate_up,), 1 + tanh)[0]
+    return found
 
 
 def geglu_backward(dout: torch.Tensor, gate_up: torch.Tensor, tanh: bool) -> torch.Tensor:
@@ -191,10 +196,8 @@ def geglu_backward(dout: torch.Tensor, gate_up: torch.Tensor, tanh: bool) -> tor
         dup = torch.nn.functional.gelu(gate, approximate=_APPROXIMATE[tanh]).mul_(wide_dout)
         dgate = torch.ops.aten.gelu_backward(wide_dout * up, gate, approximate=_APPROXIMATE[tanh])
         return torch.cat((dgate, dup), -1).to(gate_up.dtype)
-    grad = gate_up.new_empty(gate_up.shape)
-    if dout.numel():
-        geglu_backward_launch(dout, gate_up, grad, tanh).run()
-    return grad
+    found: torch.Tensor = planned(_build_backward, (dout, gate_up), 1 + tanh)[0]
+    return found
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -63,11 +63,18 @@ class Launch(NamedTuple):
             with torch.cuda.device(home):
                 self.run()
             return
+        run, constants = self.ready(device)
+        run(*self.arguments, *constants)
+
+    def ready(self, device: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """(what is called with the arguments on the current `device`, the constants that follow them there)."""
+        if not isinstance(self.kernel, triton.JITFunction):
+            return functools.partial(self.kernel[self.grid], **self.keywords()), ()
         names, values = tuple(self.constants), tuple(self.constants.values())
         kernel, constants = _compiled(
             self.kernel, device, signature_of(self.arguments), names, values, self.num_warps, self.num_stages
         )
-        kernel[(*self.grid, 1, 1)[:3]](*self.arguments, *constants)
+        return kernel[(*self.grid, 1, 1)[:3]], constants
 
 
 def signature_of(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -128,15 +135,32 @@ def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-def _run_with_scratch(launches: Sequence[Launch]) -> None:
+def _scratched(run: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     triton.set_allocator(_scratch)
+    run(*arguments)
+
+
+def with_scratch(run: Callable[..., None], *arguments: Any) -> None:
+    """`run` with the allocator that descriptors need, set in a copy of the context, not for the caller."""
+    contextvars.copy_context().run(_scratched, run, arguments)
+
+
+def needs_scratch(launches: Sequence[Launch]) -> bool:
+    """Whether any makes descriptors in device memory."""
+    return any(launch.constants.get("DESCRIPTORS") for launch in launches)
+
+
+def _run_in_order(launches: Sequence[Launch]) -> None:
     for launch in launches:
         launch.run()
 
 
 def run_launches(launches: Sequence[Launch]) -> None:
-    """Runs in order. The allocator that descriptors need is set in a copy of the context, not for the caller."""
-    contextvars.copy_context().run(_run_with_scratch, launches)
+    """Runs in order, with memory for descriptors where a launch needs it."""
+    if needs_scratch(launches):
+        with_scratch(_run_in_order, launches)
+    else:
+        _run_in_order(launches)
 
 
 def table_arch(capability: int) -> int:
@@ -147,11 +171,12 @@ def table_arch(capability: int) -> int:
 
 def arch_of(x: torch.Tensor) -> int:
     """80, 90 or 100: the row of the tables that serves x's card; 90 for tensors on no card."""
-    return _arch_of_card(x.device) if x.is_cuda else 90
+    return card_arch(x.device) if x.is_cuda else 90
 
 
 @functools.cache
-def _arch_of_card(device: torch.device) -> int:
+def card_arch(device: torch.device) -> int:
+    """80, 90 or 100, of a card."""
     major, minor = torch.cuda.get_device_capability(device)
     return table_arch(10 * major + minor)
 

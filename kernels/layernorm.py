@@ -19,7 +19,8 @@ from plait.kernels.launch import (
     use_triton,
     widened,
 )
-from plait.kernels.norm_rows import check_rows, like, run_backward, run_forward, stats_like
+from plait.kernels.norm_rows import build_forward, check_rows, like, run_backward, stats_like
+from plait.kernels.plans import planned
 
 
 def layer_norm_ref(
@@ -45,8 +46,8 @@ def forward(
     mean and rstd [...] are in the dtype of the arithmetic. Without a residual h is x.
     """
     if use_triton(x):
-        mean = stats_like(x)
-        y, h, rstd = run_forward(x, residual, weight, bias, eps, mean)
+        found: tuple[torch.Tensor, ...] = planned(build_forward, (x, residual, weight, bias), eps, True)
+        y, h, mean, rstd = found
         return y, h, mean, rstd
     h = x if residual is None else x + residual
     wide_weight = None if weight is None else widened(weight)

@@ -1,7 +1,7 @@
 """Launchers of the matmul kernels: the choice between Triton and torch, grids, arguments. No autograd, no checks.
 
-Not the tables (matmul_tables.py). The one idea: what a launch takes from shapes, strides, dtypes, alignment and
-switches alone is made once and found again (`_frame`), so that a call only gathers its tensors.
+Not the tables (matmul_tables.py). The one idea: a launch takes its numbers and constants from shapes, strides,
+dtypes, alignment and switches alone, so that plans.py makes it once for each layout.
 """
 
 import functools
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from plait.kernels.activations import dropout_code
-from plait.kernels.launch import INTERPRETED, Launch, arch_of, compute_dtype, rows_of, run_launches, triton_dtype
+from plait.kernels.launch import INTERPRETED, Launch, arch_of, compute_dtype, rows_of, triton_dtype
 from plait.kernels.matmul_gated import gated_grad_kernel, swiglu_kernel
 from plait.kernels.matmul_tables import MEASURED as MEASURED
 from plait.kernels.matmul_tables import MULTIPROCESSORS as MULTIPROCESSORS
@@ -22,6 +22,7 @@ from plait.kernels.matmul_tables import shape_class as shape_class
 from plait.kernels.matmul_tables import splits_of as splits_of
 from plait.kernels.matmul_triton import finish_kernel, matmul_kernel
 from plait.kernels.philox import keep_threshold
+from plait.kernels.plans import Site
 
 # Dropout: (rng, p, sample_offset, row_offset, col_offset).
 Mask = tuple[torch.Tensor, float, int, int, int]
@@ -60,7 +61,6 @@ def layout_of(x: torch.Tensor) -> Layout:
     return x.shape, x.stride(), x.dtype, x.data_ptr() & 15 == 0
 
 
-@functools.lru_cache(4096)
 def _kind_of(op: str, a: Layout, b: Layout, arch: int) -> str:
     (num_rows, num_inner), num_cols = a[0], b[0][0]
     if not (_fits(a, 90) and _fits(b, 90)):  # on sm_80 too: 16-byte copies need the same
@@ -70,31 +70,29 @@ def _kind_of(op: str, a: Layout, b: Layout, arch: int) -> str:
 
 def plan(op: str, a: torch.Tensor, b: torch.Tensor, arch: int | None = None) -> Plan:
     """The plan of the tables for a[M, K] and b[N, K]; the gated forms never split."""
-    return _plan(op, layout_of(a), layout_of(b), arch_of(a) if arch is None else arch)
-
-
-def _plan(op: str, a: Layout, b: Layout, arch: int) -> Plan:
-    kind = _kind_of(op, a, b, arch)
+    arch = arch_of(a) if arch is None else arch
+    kind = _kind_of(op, layout_of(a), layout_of(b), arch)
     tile = MEASURED.get((op, arch, kind)) or TILES.get((op, arch, kind)) or TILES["any", arch, kind]
     gated = op in ("swiglu", "gated_slope")
-    return Plan(arch, tile, 1 if gated else splits_of(tile, a[0][0], b[0][0], a[0][1], arch))
+    return Plan(arch, tile, 1 if gated else splits_of(tile, a.shape[0], b.shape[0], a.shape[1], arch))
 
 
-def triton_multiplies(op: str, a: torch.Tensor, b: torch.Tensor, tf32: bool | None = None) -> bool:
+def triton_multiplies(
+    op: str, a: torch.Tensor, b: torch.Tensor, tf32: bool | None = None, arch: int | None = None
+) -> bool:
     """Whether the tables give this product on a card to Triton; the interpreter always does.
 
     So does another choice of tf32 than torch's own, which only Triton takes per call.
     """
     if INTERPRETED:
         return True
-    if a.dtype is torch.float32 and tf32 is not None and tf32 != (_torch_precision() == "tf32"):
+    if a.dtype is torch.float32 and tf32 is not None and tf32 != torch_tf32(a):
         return True
-    arch = arch_of(a)
+    arch = arch_of(a) if arch is None else arch
     limit = TRITON_UP_TO.get((op, arch), 0)
     return limit > 0 and _within(limit, layout_of(a), layout_of(b), arch)
 
 
-@functools.lru_cache(4096)
 def _within(limit: int, a: Layout, b: Layout, arch: int) -> bool:
     kind = shape_class(a[0][0], b[0][0], a[0][1], a[2].itemsize, arch)
     if kind == "wide" or (kind == "large" and a[0][1] > limit):
@@ -103,16 +101,16 @@ def _within(limit: int, a: Layout, b: Layout, arch: int) -> bool:
     return _fits(a, 90) and _fits(b, 90)
 
 
-def _torch_precision() -> str:
-    found: str = torch.backends.cuda.matmul.fp32_precision
-    return found
+def torch_tf32(x: torch.Tensor) -> bool:
+    """Whether torch was told to multiply x's dtype with tf32: what a plan of a product depends on beside layouts."""
+    return x.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def precision(dtype: torch.dtype, tf32: bool | None = None) -> str:
     """How fp32 operands are multiplied: as `tf32` says, else tf32 only where torch was told so."""
     if dtype is not torch.float32:
         return "ieee"
-    return "tf32" if (_torch_precision() == "tf32" if tf32 is None else tf32) else "ieee"
+    return "tf32" if (torch.backends.cuda.matmul.fp32_precision == "tf32" if tf32 is None else tf32) else "ieee"
 
 
 def _inner_first(x: Layout) -> bool:
@@ -142,8 +140,9 @@ def _multiprocessors(device: torch.device) -> int:
     return found
 
 
-def _num_programs(x: torch.Tensor, arch: int, num_jobs: int) -> int:
-    return min(num_jobs, _multiprocessors(x.device) if x.is_cuda else MULTIPROCESSORS[arch])
+def _num_programs(x: torch.Tensor, arch: int, num_jobs: int, site: Site | None) -> int:
+    card = site.card if site is not None else x.device if x.is_cuda else None
+    return min(num_jobs, MULTIPROCESSORS[arch] if card is None else _multiprocessors(card))
 
 
 class _Frame(NamedTuple):
@@ -161,7 +160,6 @@ class _Frame(NamedTuple):
 _Switches = tuple[bool, int, bool, int, int, int | None, bool, bool]
 
 
-@functools.lru_cache(4096)
 def _frame(a: Layout, b: Layout, out: Layout, chosen: _Switches, how: Plan, precision: str) -> _Frame:
     (num_rows, num_inner), num_cols = a[0], b[0][0]
     tile, num_splits, split = how.tile, how.num_splits, how.num_splits > 1
@@ -215,16 +213,13 @@ def _randomness(extra: Epilogue) -> tuple[Any, ...]:
 
 
 def product_launches(
-    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, extra: Epilogue, how: Plan
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, extra: Epilogue, how: Plan, site: Site | None = None
 ) -> list[Launch]:  # fmt: skip
-    """out[M, N] (unit stride in N) = epilogue(a[M, K] b[N, K]^T), a and b of any strides: one launch or two."""
-    return _product_launches(a, b, out, extra, how, layout_of(a), layout_of(b))
+    """out[M, N] (unit stride in N) = epilogue(a[M, K] b[N, K]^T), a and b of any strides: one launch or two.
 
-
-def _product_launches(
-    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, extra: Epilogue, how: Plan, of_a: Layout, of_b: Layout
-) -> list[Launch]:  # fmt: skip
-    of_out = layout_of(out)
+    `site`: where a plan is built, else a's own device.
+    """
+    of_a, of_b, of_out = layout_of(a), layout_of(b), layout_of(out)
     assert of_out[1][1] == 1 or of_out[0][1] == 1, f"out has strides {of_out[1]}"
     bias, activation, keep_pre, slope, pre, mask, _, residual, accumulate, sums, tf32 = extra
     none = a  # stands for a tensor that a switch leaves unread
@@ -243,12 +238,13 @@ def _product_launches(
     target, target_sums = out, none if sums is None else sums
     if how.num_splits > 1:
         dtype, shape = compute_dtype(of_a[2]), (how.num_splits, *of_out[0])
-        target = torch.empty(shape, dtype=dtype, device=a.device)
-        target_sums = none if sums is None else torch.empty(shape[:2], dtype=dtype, device=a.device)
+        here = Site(a.device, None) if site is None else site
+        target = here.empty(shape, dtype)
+        target_sums = none if sums is None else here.empty(shape[:2], dtype)
     launches = [
         Launch(
             matmul_kernel,
-            (_num_programs(a, how.arch, frame.num_jobs),),
+            (_num_programs(a, how.arch, frame.num_jobs, site),),
             (a, b, target, *tensors, target_sums, *frame.sizes, *random),
             frame.constants,
             how.tile.num_warps,
@@ -262,7 +258,6 @@ def _product_launches(
     return launches
 
 
-@functools.lru_cache(1024)
 def _gated_frame(a: Layout, b: Layout, out: Layout, num_cols: int, how: Plan) -> tuple[int, dict[str, Any]]:
     """(number of tiles, the constants that the gated kernels share)."""
     tile = how.tile
@@ -283,7 +278,7 @@ def _gated_frame(a: Layout, b: Layout, out: Layout, num_cols: int, how: Plan) ->
 
 def swiglu_launch(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, gate_up: torch.Tensor | None, how: Plan,
-    tf32: bool | None = None,
+    tf32: bool | None = None, site: Site | None = None,
 ) -> Launch:  # fmt: skip
     """out[M, F] and, if given, gate_up[M, 2F], both contiguous, from x[M, K] and weight[2F, K] of any strides."""
     of_x, of_weight = layout_of(x), layout_of(weight)
@@ -300,13 +295,13 @@ def swiglu_launch(
         x, weight, out, out if gate_up is None else gate_up, *of_x[0][:1], num_cols, of_x[0][1], *of_x[1],
         *of_weight[1],
     )  # fmt: skip
-    grid = (_num_programs(x, how.arch, num_jobs),)
+    grid = (_num_programs(x, how.arch, num_jobs, site),)
     return Launch(swiglu_kernel, grid, arguments, constants, tile.num_warps, tile.num_stages)
 
 
 def gated_grad_launch(
     dout: torch.Tensor, weight: torch.Tensor, gate_up: torch.Tensor, form: int, grad: torch.Tensor,
-    hidden: torch.Tensor | None, how: Plan, tf32: bool | None = None,
+    hidden: torch.Tensor | None, how: Plan, tf32: bool | None = None, site: Site | None = None,
 ) -> Launch:  # fmt: skip
     """grad[M, 2F] and, if given, hidden[M, F] (all contiguous) from dout[M, K], weight[F, K] and gate_up[M, 2F].
 
@@ -329,36 +324,5 @@ def gated_grad_launch(
         dout, weight, gate_up, grad, grad if hidden is None else hidden, *of_dout[0][:1], num_cols, of_dout[0][1],
         *of_dout[1], *of_weight[1],
     )  # fmt: skip
-    grid = (_num_programs(dout, how.arch, num_jobs),)
+    grid = (_num_programs(dout, how.arch, num_jobs, site),)
     return Launch(gated_grad_kernel, grid, arguments, constants, tile.num_warps, tile.num_stages)
-
-
-def product(
-    op: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, extra: Epilogue, how: Plan | None = None
-) -> None:
-    """`product_launches` by the tables, run; nothing for an empty out."""
-    if out.numel():
-        of_a, of_b = layout_of(a), layout_of(b)
-        chosen = _plan(op, of_a, of_b, arch_of(a)) if how is None else how
-        run_launches(_product_launches(a, b, out, extra, chosen, of_a, of_b))
-    elif extra.sums is not None and extra.sums.numel():  # no columns: the sums alone
-        total = a.to(compute_dtype(a.dtype)).sum(1)
-        extra.sums.add_(total) if extra.accumulate else extra.sums.copy_(total)
-
-
-def swiglu(
-    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, gate_up: torch.Tensor | None, tf32: bool | None = None
-) -> None:
-    """`swiglu_launch` by the tables, run; nothing for an empty out."""
-    if out.numel():
-        run_launches([swiglu_launch(x, weight, out, gate_up, plan("swiglu", x, weight), tf32)])
-
-
-def gated_grad(
-    dout: torch.Tensor, weight: torch.Tensor, gate_up: torch.Tensor, form: int, grad: torch.Tensor,
-    hidden: torch.Tensor | None, tf32: bool | None = None,
-) -> None:  # fmt: skip
-    """`gated_grad_launch` by the tables, run; nothing for an empty grad."""
-    if grad.numel():
-        how = plan("gated_slope", dout, weight)
-        run_launches([gated_grad_launch(dout, weight, gate_up, form, grad, hidden, how, tf32)])

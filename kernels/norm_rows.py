@@ -16,6 +16,7 @@ import triton.language as tl
 
 from plait.kernels.launch import Launch, check, compute_dtype, from_table, next_power_of_two, rows_of, triton_dtype
 from plait.kernels.norm_tiles import NUM_TILE_PARTIALS, backward_tiles, forward_tiles, rows_of_tile
+from plait.kernels.plans import Built, Site, planned
 
 _MAX_COLS = 65536
 # Rows up to so many columns lie several to a tile: a warp reads 16 bytes a thread from 256 columns of 16 bits on.
@@ -325,16 +326,33 @@ def stats_like(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(x.shape[:-1], dtype=compute_dtype(x.dtype), device=x.device)
 
 
-def run_forward(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None,
-    eps: float, mean: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(y, h, rstd); without a residual h is x. `mean`, where given, is written too."""
-    y, rstd = like(x), stats_like(x)
-    h = x if residual is None else like(x)
-    if x.numel():
-        forward_launch(x, residual, weight, bias, eps, y, h, mean, rstd).run()
-    return y, h, rstd
+def build_forward(
+    site: Site, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None,
+    bias: torch.Tensor | None, eps: float, centred: bool,
+) -> Built:  # fmt: skip
+    """Results (y, h, mean, rstd); without a residual h is x, and mean is None unless `centred`."""
+    stats = compute_dtype(x.dtype)
+    y, rstd = site.empty(x.shape, x.dtype), site.empty(x.shape[:-1], stats)
+    h = x if residual is None else site.empty(x.shape, x.dtype)
+    mean = site.empty(x.shape[:-1], stats) if centred else None
+    launches = [forward_launch(x, residual, weight, bias, eps, y, h, mean, rstd)] if x.numel() else []
+    return Built((y, h, mean, rstd), launches)
+
+
+def _build_backward(
+    site: Site, dy: torch.Tensor, h: torch.Tensor, weight: torch.Tensor | None, mean: torch.Tensor | None,
+    rstd: torch.Tensor, dh: torch.Tensor | None, has_bias: bool,
+) -> Built:  # fmt: skip
+    """Results (dx, partial sums of dweight, of dbias); None where there is no weight or bias."""
+    num_programs = num_partials(rstd.numel(), h.shape[-1])
+    shape = (num_programs, h.shape[-1])
+    dx = site.empty(h.shape, h.dtype)
+    dweight = None if weight is None else site.empty(shape, rstd.dtype)
+    dbias = site.empty(shape, rstd.dtype) if has_bias else None
+    launches = []
+    if num_programs:
+        launches.append(backward_launch(dy, h, weight, mean, rstd, dh, dx, dweight, dbias, num_programs))
+    return Built((dx, dweight, dbias), launches)
 
 
 def run_backward(
@@ -342,11 +360,7 @@ def run_backward(
     dh: torch.Tensor | None, has_bias: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """(dx, dweight, dbias) in h's dtype; None where there is no weight or bias."""
-    dx, num_programs = like(h), num_partials(rstd.numel(), h.shape[-1])
-    shape = (num_programs, h.shape[-1])
-    dweight = None if weight is None else torch.empty(shape, dtype=rstd.dtype, device=h.device)
-    dbias = torch.empty(shape, dtype=rstd.dtype, device=h.device) if has_bias else None
-    if num_programs:
-        backward_launch(dy, h, weight, mean, rstd, dh, dx, dweight, dbias, num_programs).run()
-    sums = [None if part is None else part.sum(0).to(h.dtype) for part in (dweight, dbias)]
-    return dx, sums[0], sums[1]
+    dx, dweight, dbias = planned(_build_backward, (dy, h, weight, mean, rstd, dh), has_bias)
+    if dweight is not None:
+        dweight = dweight.sum(0).to(h.dtype)
+    return dx, dweight, None if dbias is None else dbias.sum(0).to(h.dtype)

@@ -20,7 +20,8 @@ from plait.kernels.launch import (
     use_triton,
     widened,
 )
-from plait.kernels.norm_rows import check_rows, like, run_backward, run_forward, stats_like
+from plait.kernels.norm_rows import build_forward, check_rows, like, run_backward, stats_like
+from plait.kernels.plans import planned
 
 
 def rms_norm_ref(
@@ -43,7 +44,8 @@ def forward(
     Without a residual h is x.
     """
     if use_triton(x):
-        return run_forward(x, residual, weight, None, eps, None)
+        y, h, _, rstd = planned(build_forward, (x, residual, weight, None), eps, False)
+        return y, h, rstd
     h = x if residual is None else x + residual
     wide = widened(h)
     # The norm is one pass without a temporary; its square overflows only where the mean of squares does.

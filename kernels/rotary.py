@@ -20,6 +20,7 @@ from plait.kernels.launch import (
     register,
     use_triton,
 )
+from plait.kernels.plans import Built, Site, planned
 from plait.kernels.rotary_triton import Angles, rope_launch
 from plait.kernels.tables import shares_memory
 
@@ -71,7 +72,8 @@ def rotate_(x: torch.Tensor, turn: Tables, inverse: bool = False, interleaved: b
     """
     rotary = turn.cos.shape[-1]
     if use_triton(x):
-        _launch(x, None, x, None, _angles_of(turn, interleaved), rotary // 2, inverse, interleaved)
+        sin = turn.sin[..., 1:] if interleaved else turn.sin[..., rotary // 2 :]
+        planned(_build_turn, (x, turn.cos, sin), inverse, interleaved)
         return x
     part = x if rotary == x.shape[-1] else x[..., :rotary]
     if interleaved:
@@ -86,13 +88,16 @@ def rotate_(x: torch.Tensor, turn: Tables, inverse: bool = False, interleaved: b
     return x
 
 
-def _angles_of(turn: Tables, interleaved: bool) -> Angles:
-    """One cosine and one positive sine per pair, as views."""
-    cos, sin, rotary = turn.cos, turn.sin, turn.cos.shape[-1]
+def _build_turn(
+    site: Site, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool, interleaved: bool
+) -> Built:
+    """x in place by the cosines of `Tables`, and its sines from the first positive one on."""
     batch = cos.stride(0) if cos.dim() == 4 else 0
-    if interleaved:
-        return Angles(cos, sin[..., 1:], batch, cos.stride(-3), 2)
-    return Angles(cos, sin[..., rotary // 2 :], batch, cos.stride(-3), 1)
+    angles = Angles(cos, sin, batch, cos.stride(-3), 1 + interleaved)  # one of each pair is read
+    launch = rope_launch(
+        x, None, x, None, angles, cos.shape[-1] // 2, inverse=inverse, interleaved=interleaved
+    )  # fmt: skip
+    return Built((), [] if launch is None else [launch])
 
 
 def _angles(cos: torch.Tensor, sin: torch.Tensor) -> Angles:
@@ -102,22 +107,24 @@ def _angles(cos: torch.Tensor, sin: torch.Tensor) -> Angles:
     return Angles(cos, sin, cos.stride(0) if cos.dim() == 3 else 0, cos.stride(-2), cos.stride(-1))
 
 
-def _launch(
-    q: torch.Tensor, k: torch.Tensor | None, q_out: torch.Tensor, k_out: torch.Tensor | None, angles: Angles,
-    num_pairs: int, inverse: bool, interleaved: bool,
-) -> None:  # fmt: skip
-    launch = rope_launch(q, k, q_out, k_out, angles, num_pairs, inverse=inverse, interleaved=interleaved)
-    if launch is not None:
-        launch.run()
+def _build(
+    site: Site, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool,
+    interleaved: bool, in_place: bool,
+) -> Built:  # fmt: skip
+    q_out, k_out = (q, k) if in_place else (site.empty(q.shape, q.dtype), site.empty(k.shape, k.dtype))
+    angles = _angles(cos, sin)
+    launch = rope_launch(
+        q, k, q_out, k_out, angles, cos.shape[-1], inverse=inverse, interleaved=interleaved
+    )  # fmt: skip
+    return Built((q_out, k_out), [] if launch is None else [launch])
 
 
 def _rope_kernel(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool, interleaved: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if use_triton(q):
-        q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
-        _launch(q, k, q_out, k_out, _angles(cos, sin), cos.shape[-1], inverse, interleaved)
-        return q_out, k_out
+        found: tuple[torch.Tensor, torch.Tensor] = planned(_build, (q, k, cos, sin), inverse, interleaved, False)
+        return found
     turn = tables(cos, sin, q.dtype, interleaved)
     copies = (x.clone(memory_format=torch.contiguous_format) for x in (q, k))
     q, k = (rotate_(x, turn, inverse, interleaved) for x in copies)
@@ -132,7 +139,7 @@ def _rope_inplace_kernel(
         lambda: "rope_: q and k begin at one address; expected tensors that share no element",
     )
     if use_triton(q):
-        _launch(q, k, q, k, _angles(cos, sin), cos.shape[-1], inverse, interleaved)
+        planned(_build, (q, k, cos, sin), inverse, interleaved, True)
         return
     turn = tables(cos, sin, q.dtype, interleaved)
     rotate_(q, turn, inverse, interleaved)

@@ -9,7 +9,7 @@ import triton
 from plait.bench import suite_launch
 from plait.bench.cli import load
 from plait.bench.spec import Options
-from plait.kernels import launch, matmul_launch
+from plait.kernels import launch, plans
 from plait.kernels.launch import Launch, signature_of
 from tests.cases import needs_compiler, normal
 
@@ -56,7 +56,7 @@ def test_the_second_call_of_a_shape_compiles_and_looks_up_nothing_new():
     with suite_launch.stubbed(), torch.no_grad():
         op, inputs = suite_launch.ops("cpu")["linear gelu"]
         op(*inputs)
-        caches = (launch._compiled, matmul_launch._frame, matmul_launch._kind_of)
+        caches = (plans._plan,)
         before = [cache.cache_info() for cache in caches]
         op(*inputs)
         after = [cache.cache_info() for cache in caches]

@@ -15,12 +15,12 @@ from plait.kernels import (
     matmul,
     matmul_launch,
 )
-from plait.kernels.launch import INTERPRETED
-from plait.kernels.matmul_launch import Epilogue, Plan, product, product_launches
+from plait.kernels.launch import INTERPRETED, Launch
+from plait.kernels.matmul_launch import Epilogue, Plan, product_launches
 from plait.kernels.matmul_tables import shape_class, waves
 from plait.kernels.philox import keep_mask_ref
 from tests.cases import interpret, needs_interpreter, needs_plain, normal
-from tests.test_matmul_triton import ARCHS, RNG, TILES, run, support
+from tests.test_matmul_triton import ARCHS, RNG, TILES, product, run, support
 
 # Columns of the shards of a layer of 23: even, uneven, one column, none, an offset of each remainder by 4.
 CUTS = (
@@ -84,12 +84,12 @@ def _precisions(monkeypatch, call):
     """PRECISION of every launch that `call` makes."""
     found = []
 
-    def look(launches):
-        found.extend(x.constants["PRECISION"] for x in launches if "PRECISION" in x.constants)
-        for launch in launches:
-            launch.run()
+    def look(*parts):
+        launch = Launch(*parts)
+        found.extend([launch.constants["PRECISION"]] if "PRECISION" in launch.constants else [])
+        return launch
 
-    monkeypatch.setattr(matmul_launch, "run_launches", look)
+    monkeypatch.setattr(matmul_launch, "Launch", look)
     call()
     monkeypatch.undo()
     return set(found)
@@ -201,7 +201,7 @@ def test_strides_and_alignment_reach_the_look_up_of_a_launch():
         for a in (one, off, turned, wide):
             how = Plan(90, TILES[0], 1)
             out = torch.empty(21, 16)
-            product("linear", a, b, out, Epilogue(), how)
+            product(a, b, out, Epilogue(), how)
             torch.testing.assert_close(out, a @ b.t(), rtol=1e-5, atol=1e-5)
     aligned, misaligned = (
         product_launches(a, b, torch.empty(21, 16), Epilogue(), Plan(90, TILES[0], 1))[0].constants["DESCRIPTORS"]

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from plait.kernels import gated, linear_dgrad, linear_dgrad_ref, matmul_direct, matmul_launch
+from plait.kernels import gated, linear_dgrad, linear_dgrad_ref, matmul_direct
 from plait.kernels.launch import run_launches
-from plait.kernels.matmul_launch import Plan, Tile, gated_grad_launch
+from plait.kernels.matmul_launch import Epilogue, Plan, Tile, gated_grad_launch
 from plait.kernels.matmul_plain import GATES
 from tests.cases import TOLERANCE, close, interpret, needs_interpreter, normal
-from tests.test_matmul_triton import ARCHS, counted, matrix, no_worse_than_torch, support
+from tests.test_matmul_triton import ARCHS, counted, matrix, no_worse_than_torch, product, support
 
 # (M, N, F): one of each, odd, a tile exactly, several tiles, no sum, no rows.
 SHAPES = ((1, 1, 1), (9, 21, 37), (16, 16, 32), (40, 18, 70), (3, 0, 5), (0, 4, 8))
@@ -77,7 +77,7 @@ def test_has_the_bits_of_the_product_followed_by_the_gate(keep, tile, arch):
     for form in range(3):
         grad, hidden = run(dout, weight, gate_up, form, how, keep)
         dhidden = torch.empty(29, 40, dtype=torch.float16)
-        matmul_launch.product("dgrad", dout, weight, dhidden, matmul_launch.Epilogue(), how)
+        product(dout, weight, dhidden, Epilogue(), how)
         if form == 0:
             want, want_hidden = gated.backward(dhidden, gate_up), gated.forward(gate_up)
         else:

@@ -24,8 +24,8 @@ from plait.kernels import (
     matmul,
     matmul_launch,
 )
-from plait.kernels.launch import INTERPRETED
-from plait.kernels.matmul_launch import Epilogue, Plan, Tile, product, product_launches
+from plait.kernels.launch import INTERPRETED, run_launches
+from plait.kernels.matmul_launch import Epilogue, Plan, Tile, product_launches
 from plait.kernels.philox import keep_mask_ref
 from tests.cases import close, compare, dtype_support, interpret, needs_interpreter, normal
 
@@ -81,11 +81,17 @@ def matrix(layout, rows, cols, dtype=torch.float32, seed=0):
     return normal(rows, cols, dtype=dtype, seed=seed)
 
 
+def product(a, b, out, extra, how):
+    """`product_launches`, run; nothing for an empty out."""
+    if out.numel():
+        run_launches(product_launches(a, b, out, extra, how))
+
+
 def run(a, b, extra=None, how=None, out_dtype=None):
     """out[M, N], poisoned before it is written."""
     how = how or Plan(90, TILES[1], 1)
     out = torch.full((a.shape[0], b.shape[0]), float("nan"), dtype=out_dtype or a.dtype)
-    product("linear", a, b, out, extra or Epilogue(), how)
+    product(a, b, out, extra or Epilogue(), how)
     return out
 
 
@@ -186,7 +192,7 @@ def test_switches_work_alone_and_in_pairs(pair, num_splits):
         fields = {k: v for name in names for k, v in _switches()[name].items()}
         extra = Epilogue(**fields)
         out = torch.full((21, 37), 1.5)
-        product("linear", a, b, out, extra, Plan(90, tile, num_splits))
+        product(a, b, out, extra, Plan(90, tile, num_splits))
         want, pre, sums = _expected(a, b, extra, 1.5)
         close(out, want, torch.float32, f"out of {names}", 2.0)
         if extra.keep_pre:
@@ -365,7 +371,7 @@ def test_gate_and_up_in_one_pass(shape, dtype):
                 for pre in (gate_up, None):
                     if out.numel():
                         how = Plan(arch, TILES[1], 1)
-                        matmul_launch.run_launches([matmul_launch.swiglu_launch(x, strided, out, pre, how)])
+                        run_launches([matmul_launch.swiglu_launch(x, strided, out, pre, how)])
             exact = linear_swiglu_ref(x.double(), weight.double())
             gate, up = (x @ weight.t()).chunk(2, -1)
             no_worse_than_torch(out, torch.nn.functional.silu(gate) * up, exact, f"out by {arch}")
@@ -390,7 +396,7 @@ def test_row_strides_beyond_32_bits_are_followed():
     want = (x.double() @ weight.double().t()).contiguous()
     for arch in ARCHS:
         out.zero_()
-        product("linear", x, weight, out, Epilogue(residual=x), Plan(arch, TILES[0], 1))
+        product(x, weight, out, Epilogue(residual=x), Plan(arch, TILES[0], 1))
         torch.testing.assert_close(out.double(), want + x.double(), rtol=4e-3, atol=4e-3)
         out.zero_()
         matmul.forward_into(x, weight, None, out)
@@ -507,7 +513,7 @@ def test_the_gated_form_reads_x_once_per_tile_for_both_products():
     x, weight = normal(20, 32).float(), normal(2 * 64, 32, seed=1).float()
     out, gate_up = torch.empty(20, 64), torch.empty(20, 128)
     with counted() as total:
-        matmul_launch.run_launches([matmul_launch.swiglu_launch(x, weight, out, gate_up, Plan(90, TILES[1], 1))])
+        run_launches([matmul_launch.swiglu_launch(x, weight, out, gate_up, Plan(90, TILES[1], 1))])
     assert tuple(total) == (4 * 32 * (20 + 128), 4 * 20 * (64 + 128))
 
 
@@ -597,5 +603,5 @@ def test_the_allocator_of_descriptors_is_not_left_set():
     from triton.runtime import _allocation
 
     before = _allocation._allocator.get()
-    matmul_launch.run_launches([])
+    run_launches([])
     assert _allocation._allocator.get() is before

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.kernels import norm_rows, norm_tiles, rms_norm, rms_norm_ref, rmsnorm
+from plait.kernels.plans import planned
 from tests.cases import (
     TOLERANCE,
     WIDTHS,
@@ -255,8 +256,7 @@ def test_narrow_rows_in_tiles_have_the_bits_of_rows_alone(monkeypatch, rows, wid
     w, b = normal(width, dtype=dtype, seed=3), normal(width, dtype=dtype, seed=4)
 
     def run(residual, bias):
-        mean = None if bias is None else torch.empty(rows)
-        y, h, rstd = norm_rows.run_forward(x, residual, w, bias, 1e-6, mean)
+        y, h, mean, rstd = planned(norm_rows.build_forward, (x, residual, w, bias), 1e-6, bias is not None)
         dx, *sums = norm_rows.run_backward(dy, h, w, mean, rstd, residual, bias is not None)
         return [y, h, rstd, dx] + ([] if mean is None else [mean]), [s for s in sums if s is not None]
 

@@ -1,0 +1,192 @@
+"""Launches found again: what a call needs beside its tensors is made once for each layout of its arguments.
+
+Not here: which kernel, tile or grid (each kernel file's builder says that). The one idea: a builder is a function of
+tensors that allocates outputs and says what to launch. It is run on meta tensors of the same layout (shape, strides,
+dtype, whether 16 bytes divide the address), as the points of `plait kernels list` are, and what comes out is a plan:
+outputs to allocate, compiled kernels with their grids, numbers, and for each pointer the place of its tensor among
+the call's. A call is then a key, one look-up, the allocations and the launches. A plan holds no tensor.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from plait.kernels.launch import INTERPRETED, Launch, card_arch, needs_scratch, run_launches, with_scratch
+
+# Whether kernels are compiled, whatever the suite `launch` says of the way that CPU tensors go.
+_COMPILED = not INTERPRETED
+# The address of a stand-in is its number times this: no view of one begins where another does.
+_APART_BYTES = 1 << 44
+
+# What a builder may read of a tensor: (shape, strides, dtype, whether 16 bytes divide its address).
+_Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]
+_Made = tuple[tuple[int, ...], torch.dtype, float | None]  # an output: shape, dtype, what fills it
+_Gather = Callable[[Sequence[Any]], tuple[Any, ...]]
+
+
+class Site:
+    """Where the tensors of a builder are: allocates its outputs, contiguous, and says whose tables serve."""
+
+    def __init__(self, device: torch.device, card: torch.device | None) -> None:
+        self.device, self.card = device, card  # card: None for tensors on none
+
+    @property
+    def arch(self) -> int:
+        """80, 90 or 100; 90 on no card."""
+        return 90 if self.card is None else card_arch(self.card)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def full(self, shape: Sequence[int], dtype: torch.dtype, value: float) -> torch.Tensor:
+        return torch.full(shape, value, dtype=dtype, device=self.device)
+
+
+class Built(NamedTuple):
+    """What a builder gives: results (outputs of its site, its arguments, or None), and launches in order."""
+
+    results: tuple[torch.Tensor | None, ...]
+    launches: Sequence[Launch] = ()
+
+
+# Called with a site, then tensors or None, the first a tensor, then options: numbers, strings, named tuples of them.
+# Nothing of it depends on an address but for its alignment. None where torch does better than Triton.
+Builder = Callable[..., Built | None]
+
+
+class _Plan(NamedTuple):
+    """A pool is a call's tensors, then its outputs, then `numbers`; each gather picks from it."""
+
+    made: tuple[_Made, ...]
+    numbers: tuple[Any, ...]
+    launches: tuple[tuple[Callable[..., Any], _Gather], ...]
+    results: _Gather
+    scratch: bool
+
+
+class _StandIns(Site):
+    """Meta tensors in place of a call's, each at an address of its own; remembers what the builder allocates."""
+
+    def __init__(self, card: torch.device | None, layouts: Sequence[_Layout | None]) -> None:
+        super().__init__(torch.device("meta"), card)
+        self.pool: list[torch.Tensor | None] = []
+        self.made: list[_Made] = []
+        for layout in layouts:
+            self._add(layout)
+
+    def _add(self, layout: _Layout | None) -> torch.Tensor | None:
+        found = None
+        if layout is not None:
+            shape, strides, dtype, aligned = layout
+            first = (len(self.pool) + 1) * _APART_BYTES // dtype.itemsize + (not aligned)
+            extent = 1 + sum([(size - 1) * stride for size, stride in zip(shape, strides, strict=True)])
+            whole = torch.empty(first + max(0, extent), dtype=dtype, device=self.device)
+            found = whole.as_strided(shape, strides, first)
+        self.pool.append(found)
+        return found
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return self._output(tuple(shape), dtype, None)
+
+    def full(self, shape: Sequence[int], dtype: torch.dtype, value: float) -> torch.Tensor:
+        return self._output(tuple(shape), dtype, value)
+
+    def _output(self, shape: tuple[int, ...], dtype: torch.dtype, value: float | None) -> torch.Tensor:
+        self.made.append((shape, dtype, value))
+        found = self._add((shape, torch.empty(shape, device=self.device).stride(), dtype, True))
+        assert found is not None
+        return found
+
+    def place_of(self, x: torch.Tensor) -> int:
+        """Place in the pool of the tensor that `x` is, or whose first element and dtype it has; -1: it is a copy."""
+        for place, y in enumerate(self.pool):
+            if y is x or (y is not None and y.data_ptr() == x.data_ptr() != 0 and y.dtype == x.dtype):
+                return place
+        return -1
+
+
+def _gather(places: Sequence[int]) -> _Gather:
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda pool: tuple([pool[place] for place in places])
+
+
+# An entry is one op and one layout of its tensors, about 4 KB.
+@functools.lru_cache(4096, typed=True)
+def _plan(
+    build: Builder, card: int, device: int, layouts: tuple[_Layout | None, ...], *options: Any
+) -> _Plan | Site | None:
+    """The plan of calls on card `card` (-1: none), compiled for the current `device`. None where torch does better.
+
+    A site where a launch reads a copy (of a tensor that is not contiguous, say): the builder then runs each time.
+    """
+    site = _StandIns(torch.device("cuda", card) if card >= 0 else None, layouts)
+    built = build(site, *site.pool, *options)
+    if built is None:
+        return None
+    numbers: list[Any] = []
+    launches = []
+
+    def place(x: Any) -> int:
+        if isinstance(x, torch.Tensor):
+            return site.place_of(x)
+        numbers.append(x)
+        return len(site.pool) + len(numbers) - 1
+
+    for launch in built.launches:
+        run, constants = launch.ready(device)
+        places = [place(x) for x in (*launch.arguments, *constants)]
+        if -1 in places:
+            return Site(site.device, site.card)
+        launches.append((run, _gather(places)))
+    results = _gather([place(x) for x in built.results])
+    return _Plan(tuple(site.made), tuple(numbers), tuple(launches), results, needs_scratch(built.launches))
+
+
+def _run(launches: Sequence[tuple[Callable[..., Any], _Gather]], pool: Sequence[Any]) -> None:
+    for run, gather in launches:
+        run(*gather(pool))
+
+
+def planned(build: Builder, tensors: tuple[Any, ...], *options: Any) -> Any:
+    """The results of `build` on tensors (or None) and options, its launches run; None where it gives None.
+
+    On the card and the current stream of the first tensor, whichever card is current.
+    """
+    first = tensors[0]
+    card = first.get_device()
+    device = triton.runtime.driver.active.get_current_device() if _COMPILED else card
+    if card != device and card >= 0:
+        with torch.cuda.device(card):
+            return planned(build, tensors, *options)
+    layouts = tuple(
+        [None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15 == 0) for x in tensors]
+    )  # fmt: skip
+    # Interpreted, a plan is made each time: tests change tables.
+    plan = (_plan if _COMPILED else _plan.__wrapped__)(build, card, device, layouts, *options)
+    if not isinstance(plan, _Plan):
+        return None if plan is None else _each_time(build, plan, tensors, options)
+    where = first.device
+    outputs = [
+        torch.empty(shape, dtype=dtype, device=where)
+        if value is None
+        else torch.full(shape, value, dtype=dtype, device=where)
+        for shape, dtype, value in plan.made
+    ]
+    pool = (*tensors, *outputs, *plan.numbers)
+    if plan.scratch:
+        with_scratch(_run, plan.launches, pool)
+    else:
+        _run(plan.launches, pool)
+    return plan.results(pool)
+
+
+def _each_time(build: Builder, site: Site, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
+    built = build(Site(tensors[0].device, site.card), *tensors, *options)
+    assert built is not None
+    run_launches(built.launches)
+    return built.results
