@@ -217,9 +217,8 @@ class StageRunner:
 
     def hand_over(self, microbatch: int, outputs: Sequence[Any]) -> None:
         """Takes the outputs of the neighbour on this rank, cut from its graph."""
-        count, given = len(self.specs[microbatch]), len(outputs)
-        if given != count:
-            raise ValueError(f"stage {self.index} takes {count} entries, stage {self.index - 1} gave {given}")
+        if len(outputs) != (count := len(self.specs[microbatch])):
+            raise ValueError(f"stage {self.index} takes {count} entries, stage {self.index - 1} gave {len(outputs)}")
         self._inbox[microbatch] = self._leaves(outputs, microbatch)
 
     def borrow(self, microbatch: int, lent: list[tuple[tuple[TensorSpec, ...], Sequence[Tensor]]]) -> None:
