@@ -252,13 +252,16 @@ def make_old(cycle: Cycle, root: Path) -> Path:
     return root
 
 
-def commits(ops: Ops) -> list[tuple[int, int]]:
-    """(position of the rename, step) of each commit in a log."""
-    found = []
+def commits(ops: Ops, on_disks: bool = False) -> list[tuple[int, int]]:
+    """(position of the rename, step) of each commit in a log. on_disks: of the first one behind it that the rank does
+    when it knows that all disks have renamed, which is to move LATEST."""
+    found: list[tuple[int, int]] = []
     for index, (name, path) in enumerate(ops):
+        if on_disks and found and name == "open" and path.endswith("/LATEST.part"):
+            found[-1] = (index, found[-1][1])
         match = re.search(r"/\.tmp-[^/]*$", path.partition(" -> ")[0])
         if name == "rename" and match:
-            found.append((index, int(os.path.basename(path.partition(" -> ")[2])[5:14])))
+            found.append((len(ops) if on_disks else index, int(os.path.basename(path.partition(" -> ")[2])[5:14])))
     return found
 
 

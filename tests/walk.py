@@ -104,7 +104,7 @@ class Walker:
 
     def allowed(self, index: int, exact: bool) -> list[int]:
         """Steps that may restore after a fault at an operation of rank 0: from what was committed before it."""
-        before = newest(commits(self.ops[0]), index)
+        before = newest(commits(self.ops[0], len(self.cycle.roots) * self.cycle.ranks > 2), index)
         steps = [step for step in (OLD, *self.cycle.steps) if step >= before]
         return steps[:1] if exact else steps
 
