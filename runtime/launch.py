@@ -5,7 +5,8 @@ nothing of the run (no lock, no store), so that it can be killed at any moment: 
 Logs, events, deaths (pidfd) and signals all wake one select loop.
 
 The first SIGTERM, SIGINT or SIGHUP asks every rank to finish its step, save and leave, and so does an output that can
-no longer be written; what still runs STOP_BOUND_S later, or at a second SIGTERM or SIGINT, is killed.
+no longer be written; what still runs STOP_BOUND_S later, or at a second SIGTERM or SIGINT, is killed. SIGUSR1 asks
+for a snapshot after the step under way: one rank is told, and ranks agree on what any of them wishes.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from plait.rank import (
     set_threads,
 )
 
+SAVE_SIGNAL = signal.SIGUSR1
 STOP_BOUND_S = 60.0  # from the request to stop until the ranks are killed
 KILL_GRACE_S = 2.0  # from SIGTERM to SIGKILL for the survivors of a dead rank, which at worst hang in a collective
 SETTLE_S = 0.2  # after the first death: a killed rank and the peers that lost it become known in either order
@@ -53,6 +55,7 @@ def torchrun_place() -> Place | None:
 def run_in_place(program: Program, place: Place, view: View) -> int:
     """Runs one rank in this process, the only one or one of torchrun's; returns the exit code as `launch` does."""
     started_s = time.time()
+    signal.signal(SAVE_SIGNAL, lambda *_: None)  # until the program heeds it; by default it would end the process
     set_threads(place.local_world_size)
     voice, stop = Voice(view), StopRequest(bound_s=STOP_BOUND_S)
 
@@ -127,6 +130,7 @@ class _Launcher:
         self.children: list[_Child] = []
         self.selector = selectors.DefaultSelector()
         self.signals: list[int] = []
+        self.wishes = 0  # SAVE_SIGNALs that no rank was told yet
 
     def run(self, program: Program, world_size: int) -> int:
         wake_read, wake_write = socket.socketpair()
@@ -136,6 +140,7 @@ class _Launcher:
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # none may fall between fork and handler
         old_wakeup = signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
         old = {number: signal.signal(number, lambda n, _: self.signals.append(n)) for number in heeded_signals()}
+        old[SAVE_SIGNAL] = signal.signal(SAVE_SIGNAL, self._wish)  # what a rank inherits until it heeds it: nothing
         try:
             self._fork_all(program, world_size, [wake_read.fileno(), wake_write.fileno()])
             signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
@@ -170,6 +175,7 @@ class _Launcher:
             if pid == 0:
                 status = 1
                 try:
+                    signal.set_wakeup_fd(-1)
                     port = listener.getsockname()[1]
                     for fd in (*own_fds, log_read, event_read):
                         os.close(fd)
@@ -210,6 +216,10 @@ class _Launcher:
                 return 128 + again[0]
             if self._failed():
                 return self._fail()
+            if self.wishes and self._running():
+                self.wishes = 0
+                self._say(f"{SAVE_SIGNAL.name}: a snapshot after this step")
+                signal.pidfd_send_signal(self._running()[0].pidfd, SAVE_SIGNAL)  # several could be of several steps
             if deadline is None and (self.signals or self.view.lost):
                 deadline = time.monotonic() + self.stop_bound_s
                 name = signal.Signals(self.signals[0]).name if self.signals else "no output"
@@ -271,6 +281,9 @@ class _Launcher:
         self._signal(signal.SIGKILL)
         for child in self._running():
             self._reap(child)
+
+    def _wish(self, number: int, frame: Any) -> None:
+        self.wishes += 1
 
     def _running(self) -> list[_Child]:
         return [child for child in self.children if child.status is None]

@@ -210,6 +210,28 @@ def test_a_closed_terminal_is_a_request_to_stop_for_launcher_and_ranks(tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["saved-0", "saved-1", "saved-2"]
 
 
+def test_a_wish_to_save_reaches_one_rank_and_ends_nothing(tmp_path: Path) -> None:
+    """SIGUSR1 ended the launcher, and with it the run."""
+    body = """
+def program(rank):
+    if rank.rank != 2:  # that one does not heed it yet
+        signal.signal(signal.SIGUSR1, lambda *_: print("wish of", rank.rank))
+    print("up", rank.rank)
+    while not rank.stop.requested:
+        time.sleep(0.01)
+"""
+    with launched(body) as process:
+        pids = pids_of(read_until(process, ["ranks: pids", "up 0", "up 1", "up 2"]))
+        for _ in range(2):
+            process.send_signal(signal.SIGUSR1)
+            lines = read_until(process, ["SIGUSR1: a snapshot", "wish of 0"])
+            assert not any("wish of 1" in line for line in lines)
+        os.kill(pids[2], signal.SIGUSR1)
+        process.terminate()
+        status, out = finish(process)
+    assert status == 0 and "wish of 1" not in out and "killed" not in out, out
+
+
 def test_a_hangup_never_counts_as_the_second_signal(tmp_path: Path) -> None:
     """Ctrl-C, then the window is closed: the save still comes to its end."""
     body = """

@@ -57,6 +57,7 @@ def test_one_process_needs_no_process_group(tmp_path: Path) -> None:
     [
         "--mesh dp=1",
         "--mesh dp=2 --zero 2 --dropout 0.1",
+        "--mesh dp=2 --zero 3 --dtype bfloat16",
         "--mesh dp=2,tp=2 --zero 1 --sequence-parallel --recompute selective --dropout 0.1",
         pytest.param("--mesh pp=2,tp=2 --schedule interleaved --recompute full", marks=pytest.mark.long),
         pytest.param("--mesh dp=2,pp=2 --dtype bfloat16", marks=pytest.mark.long),
@@ -70,6 +71,14 @@ def test_four_steps_and_two_more_equal_six(tmp_path: Path, grid: str, capsys: py
     assert_equal(tmp_path / "straight", tmp_path / "halves", capsys)
     for key in ("loss", "held_out_loss", "tokens", "step"):
         assert metrics(tmp_path / "straight")[key] == metrics(tmp_path / "halves")[key], key
+
+
+def test_a_snapshot_goes_to_another_zero_stage_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(f"--mesh dp=2,pp=2 --zero 3 --dtype bfloat16 --steps 2 --out {tmp_path / 'three'}")
+    run(f"--mesh dp=2 --zero 1 --dtype bfloat16 --steps 2 --from {tmp_path / 'three'} --out {tmp_path / 'one'}")
+    run(f"--mesh dp=2 --zero 3 --dtype bfloat16 --steps 2 --from {tmp_path / 'one'} --out {tmp_path / 'back'}")
+    assert_equal(tmp_path / "three", tmp_path / "one", capsys)
+    assert_equal(tmp_path / "three", tmp_path / "back", capsys)
 
 
 def test_same_seed_same_bits_other_seed_other_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,6 +133,22 @@ def test_a_signal_finishes_the_step_saves_and_exits_0(tmp_path: Path, mesh: str,
     assert (tmp_path / "run" / f"step-{done:09d}" / "MANIFEST.json").is_file()
     if mesh != "dp=1":
         launchers.assert_gone(running.rank_pids)
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=2,pp=2"])
+def test_sigusr1_to_the_launcher_saves_once_and_the_run_goes_on(tmp_path: Path, mesh: str) -> None:
+    flags = f"{SMALL} --mesh {mesh} --steps 100000 --save-every 90000 --out {tmp_path / 'run'}"
+    running = launchers.start(flags.split())
+    assert running.read_until("step 3/100000")
+    os.kill(running.pid, signal.SIGUSR1)
+    assert running.read_until("durable")
+    (folder,) = (tmp_path / "run").glob("step-*/MANIFEST.json")
+    step = int(folder.parent.name.removeprefix("step-"))
+    assert running.read_until(f"step {step + 20}/100000")
+    assert list((tmp_path / "run").glob("step-*/MANIFEST.json")) == [folder]
+    os.kill(running.pid, signal.SIGTERM)
+    status, out = running.finish()
+    assert status == 0 and "stopped at step" in out, out
 
 
 @pytest.mark.parametrize("mesh", ["dp=1", "dp=2,pp=2"])
