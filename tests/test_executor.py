@@ -118,41 +118,57 @@ def test_measured_peaks_are_the_proved_ones_in_every_schedule(p, sizes):
     run_ranks(p, run_peaks, p, sizes)
 
 
-def test_queued_weight_gradients_stay_under_the_schedules_bound():
-    """Case 18: what W waits for grew with the micro-batches."""
+def run_stash(rank: int) -> list[int]:
+    """Queued weight gradients of ZB-H1 at their most, for few and for many micro-batches."""
+    mesh, peaks = Mesh.create(pp=2), []
     for m in (4, 32):
-        assert max(build("zb_h1", 2, m).check().peak_deferred) <= 2
+        schedule = build("zb_h1", 2, m)
+        pipeline = Pipeline(stacks(schedule, rank, [1, 1]), schedule, mesh)
+        pipeline.step({"x": torch.ones(m, WIDTH, dtype=DTYPE)}, torch.zeros(m, WIDTH, dtype=DTYPE), m)
+        peaks.append(pipeline.peak_deferred)
+    return peaks
+
+
+def test_queued_weight_gradients_do_not_grow_with_the_microbatches():
+    """Case 18: the stash of what W needs stays under the schedule's bound, P."""
+    assert all(few == many <= 2 for few, many in run_ranks(2, run_stash))
 
 
 # ---- bits --------------------------------------------------------------------------------------------------------
 
 
-def run_bits(rank: int, p: int, m: int) -> list[dict[str, Tensor]]:
-    """Per schedule: the loss and the gradient of each layer on this rank; eight layers, spread as it wants."""
+def run_bits(rank: int, p: int, sizes: list[int]) -> list[dict[str, Tensor]]:
+    """Per size and schedule: the loss and the gradients of the layers on this rank; eight layers, as spread by it."""
     mesh, results = Mesh.create(pp=p), []
-    x, targets = rows_of([3 * m])
-    for name in NAMES:
-        schedule = build(name, p, m)
-        stages = stacks(schedule, rank, [8 // schedule.num_stages] * schedule.num_stages)
-        result = Pipeline(stages, schedule, mesh).step({"x": x[0]}, targets[0], 3 * m)
-        found = {
-            f"{number}.{key}": param.grad
-            for number, layer in layers_of(stages).items()
-            for key, param in layer.named_parameters()
-        }
-        results.append({**found, "loss": result.loss})
+    for m in sizes:
+        inputs, targets = rows_of([3] * m)
+        loss, expected = whole(8, inputs, targets)
+        for name in NAMES:
+            schedule = build(name, p, m)
+            stages = stacks(schedule, rank, [8 // schedule.num_stages] * schedule.num_stages)
+            result = Pipeline(stages, schedule, mesh).step({"x": torch.cat(inputs)}, torch.cat(targets), 3 * m)
+            assert result.loss.item() == pytest.approx(loss, rel=1e-12), (name, m)
+            assert_same_gradients(layers_of(stages), expected)
+            found = {
+                f"{number}.{key}": param.grad
+                for number, layer in layers_of(stages).items()
+                for key, param in layer.named_parameters()
+            }
+            results.append({**found, "loss": result.loss})
     return results
 
 
-@pytest.mark.parametrize("p, m", [(2, 5), (4, 4)])
-def test_every_schedule_gives_the_same_bits(p, m):
-    """Weight gradients are added in the order of the micro-batches everywhere, also from W."""
-    by_rank = run_ranks(p, run_bits, p, m)
-    merged = [{key: v for of_rank in by_rank for key, v in of_rank[i].items()} for i in range(len(NAMES))]
-    for name, results in zip(NAMES, merged, strict=True):
+@pytest.mark.parametrize("p, sizes", [(2, [5]), (4, [1, 2, 3, 8])])
+def test_every_schedule_gives_the_same_bits(p, sizes):
+    """Weight gradients are added in the order of the micro-batches everywhere, also from W. Case 9: also M < P."""
+    by_rank = run_ranks(p, run_bits, p, sizes)
+    merged = [{k: v for of_rank in results for k, v in of_rank.items()} for results in zip(*by_rank, strict=True)]
+    assert len(merged) == len(sizes) * len(NAMES)
+    for index, results in enumerate(merged):
+        first = merged[index - index % len(NAMES)]
         assert len(results) == 17, "eight layers of weight and bias, and the loss"
         for key, value in results.items():
-            assert torch.equal(value, merged[0][key]), (name, key)
+            assert torch.equal(value, first[key]), (sizes[index // len(NAMES)], NAMES[index % len(NAMES)], key)
 
 
 # ---- stages of any kind ------------------------------------------------------------------------------------------

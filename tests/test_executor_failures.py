@@ -13,9 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from plait.parallel.collectives import all_reduce
 from plait.parallel.mesh import Mesh
 from plait.parallel.pipeline import ChannelTimeout, Pipeline
-from plait.parallel.schedules import build
+from plait.parallel.schedules import build, one_f_one_b
 from tests.ranks import run_ranks
 from tests.test_pipeline import DTYPE, WIDTH, LinearStage
 
@@ -47,7 +48,9 @@ def run_victim(rank: int, name: str, victim: int, how: int, folder: str) -> tupl
     store = dist.distributed_c10d._get_default_store()
     store.set(f"pid{rank}", str(os.getpid()))
     pid = int(store.get(f"pid{victim}"))
+    store.set(f"ready{rank}", "")
     if rank == victim:
+        store.wait([f"ready{other}" for other in range(4)])  # it may be the one that serves the store
         for stage in stages.values():
             stage.signal = how
     started = time.monotonic()
@@ -82,3 +85,26 @@ def test_every_other_rank_names_whom_it_waited_for(name, how, victim, tmp_path):
         neighbours += f"peer rank {victim}" in text
         assert timed_out or how == signal.SIGKILL or "Connection closed" in text, text
     assert neighbours, "no rank names the one that fell"
+
+
+def run_crossed(rank: int) -> str:
+    """dp = 2, pp = 2: each rank waits for the next one, half of them in a pipeline, half in an all-reduce."""
+    mesh = Mesh.create(dp=2, pp=2, timeout_s=2.0)
+    row, coord = mesh.coords()["dp"], mesh.axis("pp").coord
+    pipeline = Pipeline({coord: LinearStage(coord, 2)}, one_f_one_b(2, 2), mesh)
+    x, targets = torch.ones(2, WIDTH, dtype=DTYPE), torch.zeros(2, WIDTH, dtype=DTYPE)
+    with pytest.raises(RuntimeError) as caught:
+        if row == coord:
+            pipeline.step({"x": x}, targets, 2)
+        else:
+            all_reduce(torch.ones(1), mesh.axis("dp"))
+    return str(caught.value)
+
+
+def test_groups_used_in_crossed_order_time_out_and_say_where():
+    """Case 7: communicators whose ranks come in different order. Every rank names what is stuck."""
+    texts = run_ranks(4, run_crossed)
+    assert "rank 0 action 0SEND_F0" in texts[0] and "peer rank 1" in texts[0]
+    assert "all_reduce sum on axis dp: rank 1 waited for rank 3" in texts[1]
+    assert "all_reduce sum on axis dp: rank 2 waited for rank 0" in texts[2]
+    assert "rank 3 action 1RECV_F0" in texts[3] and "peer rank 2" in texts[3]

@@ -84,6 +84,25 @@ def test_a_channel_that_starts_with_another_microbatch_is_an_error_on_both_ends(
         assert "ChannelError" in answer and "micro-batch 1: float32[3]" in answer and "micro-batch 0" in answer
 
 
+def run_swapped_entries(rank: int) -> str:
+    """A message of two tensors, whose ends think of them in different order."""
+    p2p = connect()
+    tensors = [torch.ones(3), torch.ones(2, dtype=torch.float64)]
+    specs = tuple(TensorSpec(tuple(t.shape), t.dtype) for t in tensors)
+    with pytest.raises(ChannelError) as caught:
+        if rank == 0:
+            p2p.send(FORWARD, 0, tensors, specs)
+        else:
+            p2p.announce(FORWARD, 0, specs[::-1])
+            p2p.receive(FORWARD, 0).wait()
+    return str(caught.value)
+
+
+def test_swapped_entries_of_a_message_are_an_error_on_both_ends():
+    for text in run_ranks(2, run_swapped_entries):
+        assert "micro-batch 0: float32[3], float64[2]" in text and "micro-batch 0: float64[2], float32[3]" in text
+
+
 def run_crossed(rank: int) -> None:
     """Messages of two channels and two micro-batches, waited for in the opposite order of sending."""
     p2p = connect()

@@ -19,6 +19,7 @@ from plait.model import build_stages, full_state
 from plait.model_config import ModelConfig
 from plait.parallel.collectives import all_gather
 from plait.parallel.data import DataParallel, ShardedAdamW, clip_factor
+from plait.parallel.fully_sharded import FullySharded
 from plait.parallel.mesh import Mesh
 from plait.parallel.pipeline import Pipeline
 from plait.parallel.schedules import NAMES, Schedule, build
@@ -79,6 +80,9 @@ GRIDS = [
     Grid(dp=2, pp=2, zero=1, tied=True),
     Grid(dp=2, tp=2, zero=1, sequence_parallel=True, recompute="full"),
     Grid(dp=2, pp=2, zero=2, schedule="zb_h1", tied=True),
+    Grid(dp=4, zero=3, tied=True),
+    Grid(dp=2, tp=2, zero=3, sequence_parallel=True, recompute="selective"),
+    Grid(dp=2, pp=2, zero=3, recompute="full", tied=True),
     Grid(pp=2, tp=2, schedule="interleaved", sequence_parallel=True, tied=True),
     Grid(dp=2, pp=2, tp=2, zero=1, sequence_parallel=True, recompute="selective", tied=True),
     Grid(dp=2, pp=2, tp=2, schedule="gpipe"),
@@ -109,7 +113,11 @@ class Run:
         )
         ends = {0, schedule.num_stages - 1} & set(self.stages) if grid.tied else set()
         tied = {index: self.stages[index].embed.weight for index in ends}
-        self.data_parallel = DataParallel(self.stages, self.mesh, zero=grid.zero, tied=tied, bucket_bytes=20_000)
+        self.data_parallel: DataParallel | FullySharded
+        if grid.zero == 3:
+            self.data_parallel = FullySharded(self.stages, self.mesh, schedule, tied=tied)
+        else:
+            self.data_parallel = DataParallel(self.stages, self.mesh, zero=grid.zero, tied=tied, bucket_bytes=20_000)
         self.pipeline = Pipeline(self.stages, schedule, self.mesh, data_parallel=self.data_parallel)
 
     def backward(self, step: int) -> tuple[float, float]:
@@ -132,6 +140,8 @@ class Run:
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Every full gradient, gathered over dp (ZeRO leaves each rank its shard), tp and pp."""
+        if self.grid.zero == 3:
+            return full_state(self.stages, self.mesh, lambda param: param.grad.full_tensor())
         if self.grid.zero:
             for bucket in self.data_parallel.buckets:
                 full = all_gather(bucket.grads_in(*bucket.shard).clone(), bucket.axis)
@@ -220,6 +230,73 @@ def test_every_schedule_equals_one_process(schedule):
             assert_equals_one_process(grid, [of_rank[index] for of_rank in results])
 
 
+def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"pp": 2},
+        {"pp": 2, "tied": True},
+        pytest.param({"dp": 2, "pp": 2, "zero": 1}, marks=pytest.mark.long),
+        pytest.param({"pp": 2, "tp": 2, "sequence_parallel": True}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_all_schedules_of_one_grid_give_the_same_bits(shape):
+    """A tied weight with both copies on one rank (the V shapes) is summed in another order: two groups of bits."""
+    grids = [Grid(schedule=name, layers=8, **shape) for name in NAMES]
+    results = run_ranks(grids[0].world_size, many_backwards, grids, timeout=240)[0]
+    loop, vee = results[:6], results[6:]
+    assert NAMES[6:] == ("zb_v", "dual_pipe_v")
+    for group in [loop, vee] if shape.get("tied") else [loop + vee]:
+        for loss, _, gradients in group:
+            assert loss == group[0][0] and same_bits(gradients, group[0][2])
+    assert loop[0][0] == vee[0][0], "the loss is the same in both groups"
+
+
+LENGTHS = (16, 5, 11, 8)  # tokens per row of the four micro-batches
+
+
+def backward_of_lengths(rank: int, grid: Grid) -> tuple[float, dict[str, torch.Tensor]]:
+    """Two steps whose micro-batches have different lengths, the second in another order: loss and gradients."""
+    run = Run(grid, torch.float64)
+    tokens, targets = batch(3)
+    loss = 0.0
+    for lengths in (LENGTHS[::-1], LENGTHS):
+        inputs, cut = [], []
+        for length, some, wanted in zip(lengths, tokens.chunk(4), targets.chunk(4), strict=True):
+            cut.append(wanted[:, :length])
+            place = {"shared_positions": torch.arange(length), "sample_offset": 0, "seed": SEED, "step": 3}
+            inputs.append({"tokens": some[:, :length].contiguous(), **place})
+        run.data_parallel.zero_grad()
+        counted = sum(int((part != IGNORE_INDEX).sum()) for part in cut)
+        loss += float(run.pipeline.step(inputs, cut, counted).loss)
+        run.data_parallel.finish()
+    gradients = run.full_gradients()
+    return loss, gradients if rank == 0 else {}
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [
+        Grid(pp=2, schedule="zb_v", recompute="full"),
+        Grid(pp=4, schedule="1f1b", tied=True),
+        pytest.param(Grid(pp=2, tp=2, schedule="interleaved"), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_microbatches_of_different_lengths_equal_one_process(grid):
+    wanted_loss, wanted = run_ranks(1, backward_of_lengths, Grid(tied=grid.tied))[0]
+    results = run_ranks(grid.world_size, backward_of_lengths, grid, timeout=60)
+    for loss, _ in results:
+        assert abs(loss - wanted_loss) <= 1e-10 * abs(wanted_loss)
+    for name, gradient in wanted.items():
+        error = (results[0][1][name] - gradient).abs().max() / gradient.abs().max()
+        assert gradient.abs().max() > 0 and error <= GRAD_TOLERANCE, f"{name}: {float(error):.2e}"
+
+
 def covering(schedule: str) -> list[Grid]:
     """Eight grids of a schedule: every pair of choices of tied, layers, sharded or not, and shape occurs."""
     shapes = {0: ({"pp": 2}, {"pp": 4}), 1: ({"dp": 2, "pp": 2}, {"dp": 2, "pp": 2, "tp": 2})}
@@ -234,7 +311,7 @@ def covering(schedule: str) -> list[Grid]:
 
 
 # Four tensor-parallel ranks, or eight ranks, send many small messages: 20 s to a minute each on two cores.
-SLOW = [grid for grid in GRIDS if grid.tp == 4 or (grid.dp, grid.tp) == (4, 2)]
+SLOW = [grid for grid in GRIDS if grid.tp == 4 or (grid.dp, grid.tp) == (4, 2) or (grid.dp, grid.zero) == (4, 3)]
 
 
 @pytest.mark.parametrize(
