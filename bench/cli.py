@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import os
 import shlex
 import signal
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from plait.bench import aa, cli_views, report, runner
+from plait.bench import aa, cli_views, gate, outputs, providers, report, runner, settings
 from plait.bench import compare as comparing
 from plait.bench.progress import Progress
 from plait.bench.result_file import read
@@ -32,15 +33,21 @@ SUITES = {
     "pipeline": "plait.bench.suite_pipeline",
     "static": "plait.bench.suite_static",
     "launch": "plait.bench.suite_launch",
+    "collectives": "plait.bench.suite_collectives",
     "ceilings": "plait.bench.suite_ceilings",
 }
 
 
-def parser() -> argparse.ArgumentParser:
-    """Returns the command line of `plait bench`."""
+ASKED = "in the suites kernels, static and collectives, beside ours (default: all)"
+
+
+def parser(chosen: settings.Settings | None = None) -> argparse.ArgumentParser:
+    """Returns the command line of `plait bench`; its defaults are pyproject.toml's where that has some."""
+    chosen = chosen or settings.Settings()
+    floor_us = Rule.floor_s * 1e6 if chosen.floor is None else chosen.floor
     top = argparse.ArgumentParser(prog="plait bench", description=__doc__.splitlines()[0] if __doc__ else None)
     commands = top.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="name the suites and their cases")
+    commands.add_parser("list", help="name the suites, their cases and who is measured beside ours")
     run = commands.add_parser("run", help="run suites; all of them when none is named")
     run.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(SUITES))
     train = commands.add_parser("train", help="the main job beside torch's own stack (as `run train --full`)")
@@ -52,7 +59,11 @@ def parser() -> argparse.ArgumentParser:
             "--processes", type=int, default=1, help="fresh processes; a verdict needs 5 (default 1)"
         )
         command.add_argument("--seed", type=int, default=0, help="of inputs and orders (default 0)")
-        command.add_argument("--budget", type=float, metavar="SECONDS", help="for all cases of a suite together")
+        command.add_argument(
+            "--budget", type=float, default=chosen.budget, metavar="SECONDS", help="for all cases of a suite together"
+        )
+        command.add_argument("--providers", default=",".join(chosen.providers or ()), metavar="NAME,...", help=ASKED)
+        command.add_argument("--junit", type=Path, metavar="FILE", help="write the outcome of all suites as JUnit")
         command.add_argument("--tutorials", default="", metavar="DIR", help="triton's, for the suite `static`")
         command.add_argument("--only", default="", metavar="TEXT", help="only the cases whose name contains TEXT")
         for kind in ("json", "csv", "md"):
@@ -66,6 +77,8 @@ def parser() -> argparse.ArgumentParser:
     compare.add_argument("--relative", action="store_true", help="compare through a provider measured in both")
     compare.add_argument("--reference", default="", metavar="PROVIDER", help="the provider to compare through")
     compare.add_argument("--strict", action="store_true", help="exit 3 where a case is INCONCLUSIVE")
+    gating = gate.add_parser(commands)
+    compare.add_argument("--junit", type=Path, metavar="FILE", help="write the verdicts as JUnit")
     itself = commands.add_parser("aa", help="a thing against itself: how often a verdict is false")
     itself.add_argument(
         "--device", choices=("fake", "cpu", "cuda"), default="cpu", help="fake: simulated noise models"
@@ -75,10 +88,10 @@ def parser() -> argparse.ArgumentParser:
     itself.add_argument("--processes", type=int, default=5, help="fresh processes a run (default 5)")
     itself.add_argument("--rounds", type=int, default=20, help="in each process (default 20)")
     itself.add_argument("--seed", type=int, default=0)
-    for command in (compare, itself):
+    for command in (compare, itself, gating):
         command.add_argument("--alpha", type=float, default=Rule.alpha, help="chance of a false alarm in the suite")
         command.add_argument("--bound", type=float, default=Rule.bound, help="least relative change that matters")
-        command.add_argument("--floor-us", type=float, default=Rule.floor_s * 1e6, help="and in microseconds")
+        command.add_argument("--floor-us", type=float, default=floor_us, help="and in microseconds")
         for kind in ("json", "csv", "md"):
             command.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"write the outcome as {kind}")
     cli_views.add_parsers(commands)
@@ -94,30 +107,48 @@ def load(name: str) -> Suite:
 
 
 def list_suites() -> int:
-    """Prints every suite with all its cases."""
+    """Prints every suite with its providers, found here or not, and all its cases; a star: in the default run."""
     for name in SUITES:
         suite = load(name)
         print(f"{name}: {suite.about}")
+        for peer, need in providers.PROVIDERS.get(name, {}).items():
+            print(f"  beside ours: {peer} ({providers.state_of(need, torch.cuda.is_available())})")
+        default = {case.name for case in suite.cases(False)}
         for case in suite.cases(True):
-            print(f"  {case.name}")
+            print(f"  {'*' if case.name in default else ' '} {case.name}")
     return 0
+
+
+def chosen_providers(text: str) -> tuple[str, ...]:
+    """The names of --providers; ValueError for one that no suite has."""
+    names = tuple(filter(None, text.split(",")))
+    if unknown := [name for name in names if name not in providers.ALL]:
+        raise ValueError(f"--providers: {unknown[0]!r} is unknown; valid: {', '.join(providers.ALL)}")
+    return names
 
 
 def run(args: argparse.Namespace, command: str) -> int:
     """Measures the suites, prints a table of each, writes the files asked for; returns the worst exit code."""
     at_least(args, processes=1, seed=0)
     alone = args.command in SUITES  # `plait bench train`, `plait bench ceilings`
-    names = [args.command] if alone else args.suites or list(SUITES)
+    names = [args.command] if alone else args.suites or args.default_suites
     full, rounds = args.full or alone, Options.rounds if args.rounds is None else args.rounds
     base = Options(rounds=rounds, seed=args.seed, full=full, processes=args.processes, tutorials=args.tutorials)
-    codes = []
+    base = dataclasses.replace(base, providers=chosen_providers(args.providers))
+    codes: list[int] = []
+    entries: list[outputs.Entry] = []
     for suite in [load(name) for name in names]:
         options = dataclasses.replace(base, budget_s=suite.budget_s if args.budget is None else args.budget)
         how = runner.run_here if options.processes == 1 else runner.run_processes
         results, code = how(suite, options, args.only)
-        print(f"\n{suite.name}: {suite.about}\n\n{runner.table_of(suite, results)}\n", flush=True)
+        text = f"{suite.name}: {suite.about}\n\n{runner.table_of(suite, results)}\n"
+        print(f"\n{text}", flush=True)
+        entries += (mine := outputs.entries_of(suite.name, results))
+        args.ci.publish(mine, text, sys.stdout)
         runner.write_files(suite, results, options, command, {"json": args.json, "csv": args.csv, "md": args.md})
         codes.append(code)
+    if args.junit:
+        report.write_text(args.junit, outputs.junit(entries))
     return max(codes)
 
 
@@ -147,6 +178,10 @@ def compare(args: argparse.Namespace, command: str) -> int:
         "controls": [row.to_json() for row in found.controls],
     }
     show(args, text, comparing.HEADER, [*cells, *(row.cells() for row in found.controls)], content)
+    entries = outputs.verdicts_of(base.suite, found)
+    args.ci.publish(entries, "\n\n".join(text) + "\n", sys.stdout)
+    if args.junit:
+        report.write_text(args.junit, outputs.junit(entries))
     if code == comparing.REGRESSION and confirm is None:
         print("plait bench: not confirmed; measure both again and give --confirm BASE2 HEAD2", file=sys.stderr)
     return code
@@ -185,6 +220,16 @@ def itself(args: argparse.Namespace, command: str) -> int:
     return code
 
 
+def gated(args: argparse.Namespace, command: str) -> int:
+    """Prints what differs between this tree and the base; returns the exit code it calls for."""
+    at_least(args, processes=1, rounds=1, seed=0)
+    for name in args.suite or []:
+        load(name)
+    code, text, rows, content = gate.outcome(args, rule_of(args))
+    show(args, text, gate.HEADER, rows, {"command": command, **content})
+    return code
+
+
 def at_least(args: argparse.Namespace, **least: int) -> None:
     """Raises ValueError for an option below its least value."""
     for name, value in least.items():
@@ -211,10 +256,16 @@ def show(
 
 def main(argv: list[str]) -> int:
     """Runs `plait bench ARGV`; returns its exit code."""
-    args = parser().parse_args(argv)
+    try:
+        chosen = settings.load(settings.find(Path.cwd()), SUITES, providers.ALL)
+    except (ValueError, OSError) as error:
+        print(f"plait bench: {error}", file=sys.stderr)
+        return 2
+    args = parser(chosen).parse_args(argv)
+    args.ci, args.default_suites = outputs.Ci.of(os.environ), chosen.suites or tuple(SUITES)
     if args.command == "list":
         return list_suites()
-    act = {"compare": compare, "aa": itself}.get(args.command, run)
+    act = {"compare": compare, "aa": itself, "gate": gated}.get(args.command, run)
     # A suite's temporary folder goes by the way of an exception; SIGTERM alone would leave it on the disk.
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:

@@ -11,8 +11,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime import driver
 
-from plait.kernels import cli
-from plait.kernels.inspect import compile_offline, meta, parse_arch, specialised
+from plait.kernels import cli, pinned_code, pinned_work
+from plait.kernels.inspect import compile_launch, compile_offline, meta, parse_arch, specialised
 from plait.kernels.launch import Launch
 from plait.kernels.points import points
 from tests.cases import needs_compiler
@@ -181,3 +181,144 @@ def test_numbers_are_specialised_as_the_jit_does(stride, offset, monkeypatch):
     assert source.signature["offset"] == "i32" and (3,) not in source.constants
     assert not source.attrs.get((3,)) and not source.attrs.get((1,)) and source.attrs[(0,)]
     assert key_of(source, target, options) == jit_key(launch, 90)
+
+
+# ---- what machine code shows beyond opcodes -----------------------------------------------------------------------
+
+# Two loops, the second with more matrix instructions and a wait that was moved behind the code; padding at the end.
+SASS = """
+	//## File "/somewhere/kernels/flash.py", line 7
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/              @P0 BRA `(.L_x_2) ;
+.L_x_0:
+        /*0020*/                   LDG.E.128 R4, [R2.64] ;
+        /*0030*/                   HGMMA.64x64x16.F32 R8, R4 ;
+	//## File "/somewhere/kernels/flash.py", line 9
+        /*0040*/                   STL [R1], R4 ;
+        /*0050*/              @!P1 BRA `(.L_x_0) ;
+.L_x_2:
+        /*0060*/                   SYNCS.PHASECHK.TRYWAIT P0, [R3] ;
+        /*0070*/              @!P0 BRA `(.L_x_9) ;
+.L_x_3:
+        /*0080*/                   HGMMA.64x64x16.F32 R8, R4 ;
+        /*0090*/                   HGMMA.64x64x16.F32 R9, R4 ;
+        /*00a0*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*00b0*/                   LDL R4, [R1] ;
+        /*00c0*/              @P2 BRA `(.L_x_2) ;
+        /*00d0*/                   EXIT ;
+.L_x_9:
+        /*00e0*/                   SYNCS.PHASECHK.TRYWAIT P0, [R3] ;
+        /*00f0*/              @P0 BRA `(.L_x_3) ;
+        /*0100*/                   BRA `(.L_x_9) ;
+.L_x_10:
+        /*0110*/                   BRA `(.L_x_10) ;
+        /*0120*/                   NOP ;
+"""
+
+
+def test_the_hot_loop_is_found_by_control_flow():
+    """The branch of a wait back into the loop looked like a loop of everything in between."""
+    code, labels = pinned_code.parse(SASS)
+    assert [len(loop) for loop in pinned_code.loops(code, labels)] == [4, 10, 3]
+    hot = pinned_code.hot_loop(code, labels)
+    assert (hot["HGMMA.64x64x16.F32"], hot["BAR.SYNC.DEFER_BLOCKING"], hot["SYNCS.PHASECHK.TRYWAIT"]) == (2, 1, 2)
+    assert "LDG.E.128" not in hot and "NOP" not in hot
+
+
+def test_without_matrix_instructions_the_loop_with_the_most_global_accesses_is_hot():
+    code, labels = pinned_code.parse(SASS.replace("HGMMA.64x64x16.F32", "FFMA"))
+    assert pinned_code.hot_loop(code, labels)["LDG.E.128"] == 1
+    code, labels = pinned_code.parse(SASS.replace("HGMMA.64x64x16.F32", "FFMA").replace("LDG.E.128", "MOV"))
+    assert pinned_code.hot_loop(code, labels) == {} and pinned_code.loops([], {}) == []
+
+
+def test_spills_are_told_by_source_line():
+    assert pinned_code.spill_lines(pinned_code.parse(SASS)[0]) == {"flash.py:9": 2}
+
+
+def test_what_is_no_cubin_has_no_hash():
+    with pytest.raises(ValueError, match="64-bit ELF"):
+        pinned_code.code_hash(b"text")
+
+
+@triton.jit
+def _add_kernel(x_ptr, y_ptr, num_cols, BLOCK: tl.constexpr):
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + cols, mask=cols < num_cols)
+    tl.store(y_ptr + cols, x + 1.0, mask=cols < num_cols)
+
+
+def _moved(jit: object, lines: int) -> object:
+    """The same kernel further down in its file."""
+    copy = triton.JITFunction(jit.fn)  # type: ignore[attr-defined]
+    copy.starting_line_number += lines
+    return copy
+
+
+@pytest.mark.offline
+@needs_compiler
+def test_the_hash_is_of_the_instructions_and_not_of_line_numbers():
+    launches = [Launch(k, (4,), (meta(1000), meta(1000), 1000), {"BLOCK": 256}) for k in (_add_kernel,)]
+    launches.append(launches[0]._replace(constants={"BLOCK": 512}))
+    here, wider = (compile_offline(launch, "sm_90") for launch in launches)
+    again = compile_offline(launches[0]._replace(kernel=_moved(_add_kernel, 40)), "sm_90")
+    assert here.code == again.code != wider.code and len(here.code) == 16
+
+
+# ---- work by TTIR -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _sweep_kernel(x_ptr, y_ptr, flags_ptr, num_rows, num_cols, KNOWN: tl.constexpr, BLOCK: tl.constexpr):
+    """Reads each row's first columns up to the row's number (causal), the last one whole, and writes one number."""
+    row = tl.program_id(0)
+    stop = row + 1 if KNOWN else tl.load(flags_ptr + row)
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, stop, BLOCK):
+        cols = first + tl.arange(0, BLOCK)
+        total += tl.load(x_ptr + row * num_cols + cols, mask=cols < stop, other=0.0)
+    if row == num_rows - 1:
+        tl.store(y_ptr + row, tl.sum(total))
+
+
+@triton.jit
+def _dot_kernel(a_ptr, out_ptr, steps, BLOCK: tl.constexpr):
+    rows = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    total = tl.zeros([BLOCK, BLOCK], tl.float32)
+    for step in range(steps):
+        a = tl.load(a_ptr + step * BLOCK * BLOCK + rows)
+        total = tl.dot(a, a, total)
+    tl.store(out_ptr + rows, total)
+
+
+def _work(launch: Launch) -> pinned_work.Work | None:
+    numbers = dict(zip(launch.kernel.arg_names, launch.arguments, strict=False))
+    ttir = compile_launch(launch, "sm_90").asm["ttir"]
+    return pinned_work.work(ttir, {k: v for k, v in numbers.items() if isinstance(v, int)}, launch.grid)
+
+
+@pytest.mark.offline
+@needs_compiler
+@pytest.mark.parametrize("num_rows", [5, 264])
+def test_bytes_are_counted_by_loops_and_masks(num_rows):
+    x, y, flags = (
+        meta(num_rows, 512, dtype=torch.float32),
+        meta(num_rows, dtype=torch.float32),
+        meta(8, dtype=torch.int32),
+    )
+    arguments = (x, y, flags, num_rows, 512)
+    launch = Launch(_sweep_kernel, (num_rows,), arguments, {"KNOWN": True, "BLOCK": 32})
+    found = _work(launch)
+    assert found is not None and found.programs == num_rows and found.flop == 0
+    assert found.loads == {"x_ptr": 4.0 * num_rows * (num_rows + 1) / 2} and found.stores == {"y_ptr": 4.0}
+    assert found.bytes_per_program == (sum(found.loads.values()) + 4.0) / num_rows
+    assert _work(launch._replace(constants={"KNOWN": False, "BLOCK": 32})) is None, "memory says how often"
+
+
+@pytest.mark.offline
+@needs_compiler
+@pytest.mark.parametrize("steps", [1, 5, 100])
+def test_flop_are_counted_by_tiles_and_turns(steps):
+    found = _work(Launch(_dot_kernel, (3, 2), (meta(1 << 16), meta(4096, dtype=torch.float32), steps), {"BLOCK": 64}))
+    assert found is not None and found.flop == 6 * steps * 2.0 * 64**3 and found.flop_per_program == found.flop / 6
+    assert found.loads == {"a_ptr": 6 * steps * 64 * 64 * 2.0} and found.stores == {"out_ptr": 6 * 64 * 64 * 4.0}
