@@ -15,6 +15,7 @@ from plait.bench.html_roofline import roofline_plot
 from plait.bench.html_style import CSS
 from plait.bench.html_tables import Line, left_out, lines_of, suite_table
 from plait.bench.html_tags import Element, digits, join, style, tag
+from plait.bench.kernel_points import pinned_facts
 from plait.bench.result_file import ResultFile
 from plait.bench.roofline import card_for, datasheet, roof_for, standings
 
@@ -50,7 +51,7 @@ def sections_of(files: list[ResultFile], facts: Facts, card: str) -> list[Sectio
         newest = suites[name][-1]
         known, measured = card_for(newest, card), roof_for(newest, files)
         found = standings(newest, known, measured)
-        lines = lines_of(found, newest.cases, facts)
+        lines = lines_of(found, newest.cases, facts | pinned_facts(newest))
         sheet = datasheet(known) if known else None
         plot = roofline_plot([(line.standing, line.ours) for line in lines], sheet, measured)
         result.append(Section(suites[name], lines, plot if name != "ceilings" else None))

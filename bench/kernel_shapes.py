@@ -1,13 +1,14 @@
 """The shapes of the `kernels` suite: which cases it has on a CPU and on a card. Data alone.
 
-By op a list of shapes; the first is the default one. On a card they are layers of Llama-3 8B, Llama-3 70B and GPT-3
-175B over 8192 tokens; on a CPU small ones, and one with odd sizes.
+By op a list of shapes; the first is the default one. On a card they are layers of Llama-3 8B, 70B and 405B and of
+GPT-3 175B over 8192 tokens, and odd ones; on a CPU small ones, and one with odd sizes.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from plait.bench.kernel_points import points_of
 from plait.bench.kernel_work import WITHOUT_GRADIENT, work
 from plait.bench.spec import Case
 
@@ -52,12 +53,14 @@ CPU_SHAPES: Shapes = {
     "adamw_": [{"tensors": 16, "elements": 1 << 16}, {"tensors": 300, "elements": 1 << 16}],
 }
 # (model dim, ffn dim, heads, key heads, vocabulary)
-_LLAMA_8B, _LLAMA_70B, _GPT_3 = (
+_LLAMA_8B, _LLAMA_70B, _LLAMA_405B, _GPT_3 = (
     (4096, 14336, 32, 8, 128_256),
     (8192, 28672, 64, 8, 128_256),
+    (16384, 53248, 128, 8, 128_256),
     (12288, 49152, 96, 96, 50_257),
 )
-_MODELS = (_LLAMA_8B, _LLAMA_70B, _GPT_3)
+_LLAMAS = (_LLAMA_8B, _LLAMA_70B, _LLAMA_405B)
+_MODELS = (*_LLAMAS, _GPT_3)
 _ROWS = 8192
 
 
@@ -69,25 +72,36 @@ def _product(model: tuple[int, ...]) -> Params:
     return {"rows": _ROWS, "cols": model[0], "width": model[1]}
 
 
-_FFNS = [{"rows": _ROWS, "cols": model[1]} for model in _MODELS]
+# What no model of ours has: sizes that no tile divides.
+_ODD_HEADS = {"batch": 1, "heads": 12, "kv_heads": 4, "dim": 96, "tokens": 4095}
+_ODD_PRODUCT = {"rows": 8191, "cols": 4000, "width": 4104}
+_FFNS = [*({"rows": _ROWS, "cols": model[1]} for model in _LLAMAS), {"rows": 8191, "cols": 13_001}]
 CUDA_SHAPES: Shapes = {
     **_norms(*({"rows": _ROWS, "cols": model[0]} for model in _MODELS), {"rows": 8191, "cols": 4000}),
-    "swiglu": _FFNS[:2],
-    "geglu": _FFNS[:2],
+    "swiglu": _FFNS,
+    "geglu": _FFNS,
     "attention": _attention(
-        _heads(_LLAMA_8B, 4096), {**_heads(_LLAMA_70B, 8192), "oracle": "float32"}, _heads(_GPT_3, 2048)
+        _heads(_LLAMA_8B, 4096),
+        {**_heads(_LLAMA_70B, 8192), "oracle": "float32"},
+        _heads(_LLAMA_405B, 2048),
+        _heads(_GPT_3, 2048),
+        _ODD_HEADS,
     ),
-    "linear": _linear({"rows": _ROWS, "cols": 4096, "width": 4096}, *map(_product, _MODELS)),
-    "linear_swiglu": [_product(model) for model in _MODELS[:2]],
-    "linear_dgrad": [_product(model) for model in _MODELS],
-    "linear_wgrad": [_product(model) for model in _MODELS],
-    "rope": [_heads(model, _ROWS) for model in _MODELS[:2]],
-    "cross_entropy": [{"rows": 4096, "vocab": 128_256}, {"rows": 4096, "vocab": 50_257}],
+    "linear": _linear({"rows": _ROWS, "cols": 4096, "width": 4096}, *map(_product, _MODELS), _ODD_PRODUCT),
+    "linear_swiglu": [*map(_product, _LLAMAS), _ODD_PRODUCT],
+    "linear_dgrad": [*map(_product, _MODELS), _ODD_PRODUCT],
+    "linear_wgrad": [*map(_product, _MODELS), _ODD_PRODUCT],
+    "rope": [*(_heads(model, _ROWS) for model in _LLAMAS), _ODD_HEADS],
+    "cross_entropy": [
+        {"rows": 4096, "vocab": 128_256},
+        {"rows": 4096, "vocab": 50_257},
+        {"rows": 4095, "vocab": 32_003},
+    ],
     "linear_cross_entropy": [{"rows": 4096, "cols": model[0], "vocab": model[4]} for model in _MODELS],
     "embedding": [{"rows": _ROWS, "cols": model[0], "vocab": model[4]} for model in _MODELS],
-    "dropout": [{"rows": _ROWS, "cols": model[0]} for model in _MODELS],
-    "l2_norm": [{"tensors": 64, "elements": 1 << 22}],
-    "adamw_": [{"tensors": 64, "elements": 1 << 22}],
+    "dropout": [*({"rows": _ROWS, "cols": model[0]} for model in _MODELS), {"rows": 8191, "cols": 4001}],
+    "l2_norm": [{"tensors": 64, "elements": 1 << 22}, {"tensors": 301, "elements": 100_003}],
+    "adamw_": [{"tensors": 64, "elements": 1 << 22}, {"tensors": 301, "elements": 100_003}],
 }
 FORWARD_TOO = ("attention",)  # in the default list; with `full` all ops have a row for their forward alone
 
@@ -111,6 +125,7 @@ def make_case(op: str, shape: Params, dtype: str, device: str, backward: bool, c
     backward = backward and op not in WITHOUT_GRADIENT and shape.get("kind") != "decode"
     params = {"op": op, **shape, "dtype": dtype, "device": device, "backward": backward, "compiled": compiled}
     sizes = " ".join(f"{name}={value}" for name, value in shape.items() if name != "oracle")
+    params |= {"points": points} if (points := points_of(params)) else {}
     flop, nbytes = work(params)
     part = "" if op in WITHOUT_GRADIENT else " fwd+bwd" if backward else " fwd"
     return Case(f"{op}{part} {sizes} {dtype}", params, flop=flop, bytes_moved=nbytes)

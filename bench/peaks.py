@@ -35,6 +35,7 @@ class Card:
     l2_bytes: int
     source: str
     read: str
+    arch: str = ""  # as triton's tools name it; "" where this code compiles nothing for it offline
     note: str = ""
 
     @property
@@ -67,6 +68,7 @@ def _hopper(source: str, part: str, bytes_per_s: float, memory_gb: int) -> Card:
         50 << 20,
         source,
         _READ,
+        "sm_90",
     )
 
 
@@ -89,6 +91,7 @@ CARDS = (
         40 << 20,
         "NVIDIA A100 SXM 80 GB data sheet",
         _READ,
+        "sm_80",
     ),
     Card(
         "B200",
@@ -105,6 +108,7 @@ CARDS = (
         126 << 20,
         "NVIDIA HGX B200 data sheet, an eighth of it",
         _READ,
+        "sm_100",
         "the matrix clock of 1855 MHz follows from the printed peaks, the highest is 1965; fp32 is computed at 1965, "
         "since the 80 TFLOP/s that some sheets print would need 2.11 GHz",
     ),
@@ -123,6 +127,7 @@ CARDS = (
         256 << 20,
         "AMD MI300X data sheet",
         _READ,
+        "",
         "L2 is the last-level cache",
     ),
 )

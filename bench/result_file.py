@@ -62,7 +62,8 @@ def read(path: Path) -> ResultFile:
             get(data, "", "machine", dict),
             get(data, "", "source", dict),
             dict(zip(names, results, strict=True)),
-            *(get(data, "", name, str, "") for name in ("date", "command")),
+            get(data, "", "date", str, ""),
+            get(data, "", "command", str, ""),
             get(data, "", "options", dict, {}),
         )
     except ValueError as error:

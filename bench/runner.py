@@ -6,13 +6,14 @@ A case that fails takes no other with it: its result has no numbers and says why
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from plait.bench import report
+from plait.bench import outputs, report
 from plait.bench.ceilings import mark_impossible
 from plait.bench.device import fingerprint
 from plait.bench.progress import Progress
@@ -68,6 +69,7 @@ def run_processes(suite: Suite, options: Options, only: str) -> tuple[list[CaseR
             command = [sys.executable, "-P", "-m", "plait", "bench", "run", suite.name, "--json", folder]
             command += ["--rounds", str(options.rounds), "--seed", str(options.seed + index), f"--only={only}"]
             command += [f"--budget={options.budget_s / options.processes}", f"--tutorials={options.tutorials}"]
+            command += [f"--providers={','.join(options.providers)}"] if options.providers else []
             code = run_child([*command, *(["--full"] if options.full else [])])
             if code == 2:
                 raise ValueError(f"process {index} of suite {suite.name} refused its command line (see above)")
@@ -82,7 +84,9 @@ def run_processes(suite: Suite, options: Options, only: str) -> tuple[list[CaseR
 
 def run_child(command: list[str]) -> int:
     """Returns the exit code of a child that is asked to end, and waited for, when this process is."""
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    # Its parent tells the CI server: not each process again.
+    environment = {name: value for name, value in os.environ.items() if name not in outputs.VARIABLES}
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
     try:
         return child.wait()
     finally:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from plait.bench.kernel_jobs import Contender, Job, Results, adamw_job, problem_job
 from plait.bench.kernel_shapes import cases as shaped
+from plait.bench.providers import NOT_ASKED, left_out
 from plait.bench.spec import Case, CaseResult, Measured, Options, Suite, WrongResultError
 from plait.bench.timer import interleave
 
@@ -47,6 +48,9 @@ def measure(case: Case, options: Options) -> CaseResult:
     """Checks every provider, times those that can run here, checks one timed call of each again."""
     p, begun = case.params, time.monotonic()
     job = adamw_job(p, options.seed) if p["op"] == "adamw_" else problem_job(p, options.seed, options.full)
+    for name in [name for name in job.contenders if left_out(name, options.providers)]:
+        job.skipped[name] = NOT_ASKED
+        del job.contenders[name]
     sync = torch.cuda.synchronize if p["device"] == "cuda" else lambda: None
     first_call_s = rehearse(job, sync)
     job.redraw()
