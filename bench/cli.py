@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from plait.bench import aa, cli_views, outputs, providers, report, runner, settings
+from plait.bench import aa, cli_views, gate, outputs, providers, report, runner, settings
 from plait.bench import compare as comparing
 from plait.bench.progress import Progress
 from plait.bench.result_file import read
@@ -77,6 +77,7 @@ def parser(chosen: settings.Settings | None = None) -> argparse.ArgumentParser:
     compare.add_argument("--relative", action="store_true", help="compare through a provider measured in both")
     compare.add_argument("--reference", default="", metavar="PROVIDER", help="the provider to compare through")
     compare.add_argument("--strict", action="store_true", help="exit 3 where a case is INCONCLUSIVE")
+    gating = gate.add_parser(commands)
     compare.add_argument("--junit", type=Path, metavar="FILE", help="write the verdicts as JUnit")
     itself = commands.add_parser("aa", help="a thing against itself: how often a verdict is false")
     itself.add_argument(
@@ -87,7 +88,7 @@ def parser(chosen: settings.Settings | None = None) -> argparse.ArgumentParser:
     itself.add_argument("--processes", type=int, default=5, help="fresh processes a run (default 5)")
     itself.add_argument("--rounds", type=int, default=20, help="in each process (default 20)")
     itself.add_argument("--seed", type=int, default=0)
-    for command in (compare, itself):
+    for command in (compare, itself, gating):
         command.add_argument("--alpha", type=float, default=Rule.alpha, help="chance of a false alarm in the suite")
         command.add_argument("--bound", type=float, default=Rule.bound, help="least relative change that matters")
         command.add_argument("--floor-us", type=float, default=floor_us, help="and in microseconds")
@@ -219,6 +220,16 @@ def itself(args: argparse.Namespace, command: str) -> int:
     return code
 
 
+def gated(args: argparse.Namespace, command: str) -> int:
+    """Prints what differs between this tree and the base; returns the exit code it calls for."""
+    at_least(args, processes=1, rounds=1, seed=0)
+    for name in args.suite or []:
+        load(name)
+    code, text, rows, content = gate.outcome(args, rule_of(args))
+    show(args, text, gate.HEADER, rows, {"command": command, **content})
+    return code
+
+
 def at_least(args: argparse.Namespace, **least: int) -> None:
     """Raises ValueError for an option below its least value."""
     for name, value in least.items():
@@ -254,7 +265,7 @@ def main(argv: list[str]) -> int:
     args.ci, args.default_suites = outputs.Ci.of(os.environ), chosen.suites or tuple(SUITES)
     if args.command == "list":
         return list_suites()
-    act = {"compare": compare, "aa": itself}.get(args.command, run)
+    act = {"compare": compare, "aa": itself, "gate": gated}.get(args.command, run)
     # A suite's temporary folder goes by the way of an exception; SIGTERM alone would leave it on the disk.
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
