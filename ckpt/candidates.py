@@ -1,12 +1,13 @@
-"""Which copies of which snapshots a restore may try, in order: the newest first, of one snapshot the nearest first.
+"""Which copies of which snapshots a restore may try, in order: the newest first, of one snapshot the nearest first;
+and what a person may call one: STEP_FOLDER, RUN, RUN@STEP, or the same in a tier by its URL.
 
 Only names are looked at here; whether a copy is good is found out when it is opened.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,10 +15,11 @@ from pathlib import Path
 from plait import _C
 from plait.ckpt.crypt import Key
 from plait.ckpt.errors import SnapshotDamaged, SnapshotError
-from plait.ckpt.folders import StepFolder, step_folders
+from plait.ckpt.folders import StepFolder, parse_step, step_folders
 from plait.ckpt.keep import reading
 from plait.ckpt.reader import SnapshotReader, read_manifest
-from plait.ckpt.tier_reader import open_folder
+from plait.ckpt.remote import FsspecStore
+from plait.ckpt.tier_reader import TierReader, open_folder
 from plait.ckpt.uploads import Tiers
 
 
@@ -60,3 +62,69 @@ def newest_valid(io: _C.Io, root: Path, key: Key | None = None) -> StepFolder | 
             continue
         return folder
     return None
+
+
+def is_url(text: str) -> bool:
+    """True for a tier that is no directory: "s3://bucket/run", but not "file:///data/run"."""
+    return "://" in text and not text.startswith("file://")
+
+
+def local_path(text: str) -> Path:
+    """Returns the path of what is no URL, or of "file:///data/run"."""
+    return Path(text.removeprefix("file://"))
+
+
+def split_step(text: str) -> tuple[str, int | None]:
+    """Returns "RUN@STEP" as (RUN, STEP); (text, None) when it names no step."""
+    root, at, step = text.rpartition("@")
+    return (root, int(step)) if at and step.isdecimal() else (text, None)
+
+
+def find_snapshot(text: str) -> Path:
+    """Returns the step folder of "STEP_FOLDER", "RUN" (its newest valid one) or "RUN@STEP". SnapshotError if none."""
+    if is_url(text):
+        raise SnapshotError(f"'{text}' is a store; this works on directories. `plait snapshot copy` brings one here")
+    path = local_path(text)
+    if parse_step(path) is not None:
+        return path
+    root, step = split_step(str(path))
+    if step is not None and Path(root).is_dir():
+        found = [folder for folder in step_folders(Path(root)) if folder.step == step]
+        if not found:
+            raise SnapshotError(f"'{root}' has no snapshot of step {step}")
+        return found[0].path
+    newest = newest_valid(_C.PosixIo(), path)
+    if newest is None:
+        raise SnapshotError(f"'{text}' is neither a snapshot nor a run folder with a valid one")
+    return newest.path
+
+
+def find_copies(text: str, step: int | None = None) -> tuple[FsspecStore, list[tuple[int, str]]]:
+    """Returns a store and (step, folder) of the copies that a URL names, newest first: of a run, of one step of it
+    ("URL@STEP", or `step`), or the one whose folder the URL is. SnapshotError if none, ImportError without driver."""
+    url, at = split_step(text)
+    wanted = step if step is not None else at
+    store = FsspecStore(url, {})
+    found = [(number, folder) for number, _, folder in store.steps() if wanted in (None, number)]
+    parent, _, name = store.url.rpartition("/")
+    if not found and name.startswith("step-"):
+        store = FsspecStore(parent, {})
+        found = [(number, folder) for number, _, folder in store.steps() if folder == name]
+    if not found:
+        raise SnapshotError(f"'{url}' has no snapshot" + ("" if wanted is None else f" of step {wanted}"))
+    return store, found
+
+
+@contextmanager
+def opened_snapshot(text: str, key: Key | None) -> Iterator[SnapshotReader]:
+    """Opens what a person names, a copy in a store too, held against retention where it is a directory."""
+    if is_url(text):
+        store, found = find_copies(text)
+        yield TierReader(store, found[0][1], key=key)
+        return
+    folder = find_snapshot(text)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"'{folder}' is not a folder")
+    reader = open_folder(folder, key=key)
+    with reading(folder):
+        yield reader

@@ -1,6 +1,7 @@
 """`plait snapshot`: look at snapshots, compare, copy and thin them out, and bring them from and to other formats.
 
-PATH is a step folder, RUN (its newest valid one) or RUN@STEP. Exit codes: 0 ok or equal, 1 damaged or different,
+PATH is a step folder, RUN (its newest valid one) or RUN@STEP; to ls, show, verify, diff and copy, RUN may also be a
+tier's URL (s3://bucket/run, file:///data/run). Exit codes: 0 ok or equal, 1 damaged or different,
 2 usage, 3 locked by a running job. `--json` prints one JSON object. Long work shows a bar on a terminal.
 """
 
@@ -79,16 +80,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_looking(add: cli_convert.Add) -> None:
-    add("ls", "list the snapshots of a run folder").add_argument("root", type=Path)
+    add("ls", "list the snapshots of a run folder or of a tier (s3://bucket/run)").add_argument("root")
     show = add("show", "tensors, values, who wrote what, files with digests")
     show.add_argument("path")
     show.add_argument("--select", default="*", metavar="PATTERN", help='only names like "model/*"')
     verify = add("verify", "read every byte and compare it with its checksum")
-    verify.add_argument("path", type=Path, help="a run folder (all its snapshots) or one step folder")
+    verify.add_argument("path", help="a run folder or a tier's URL (all its snapshots), or one snapshot")
     verify.add_argument("--step", type=int, help="only this step of a run folder")
     diff = add("diff", "compare two snapshots bit by bit, on full tensors")
     for side in ("a", "b"):
-        diff.add_argument(side, help="a step folder, RUN (its newest valid one) or RUN@STEP")
+        diff.add_argument(side, help="a step folder, RUN (its newest valid one) or RUN@STEP; RUN may be a URL")
 
 
 def _add_managing(add: cli_convert.Add) -> None:

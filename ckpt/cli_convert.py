@@ -9,9 +9,9 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from plait.ckpt.candidates import find_snapshot
 from plait.ckpt.cli_progress import bytes_read, progress, size_text
 from plait.ckpt.cli_show import OK, Answer, need_folder
-from plait.ckpt.compare import find_snapshot
 from plait.ckpt.crypt import load_key
 from plait.ckpt.errors import SnapshotError
 from plait.ckpt.interop_dcp import export_dcp, import_dcp

@@ -14,10 +14,10 @@ import torch
 
 from plait import _C
 from plait.ckpt import keep
+from plait.ckpt.candidates import find_snapshot, opened_snapshot
 from plait.ckpt.cli_progress import progress, size_text
 from plait.ckpt.cli_show import DIFFERENT, NO_SESSION, OK, Answer, check_snapshot, need_folder
-from plait.ckpt.compare import find_snapshot
-from plait.ckpt.copy_whole import copy_whole, opened_source
+from plait.ckpt.copy_whole import copy_whole
 from plait.ckpt.crypt import Key, load_key
 from plait.ckpt.errors import SnapshotDamaged
 from plait.ckpt.folders import StepFolder, collect_garbage, step_folders
@@ -135,8 +135,8 @@ def copy(arguments: argparse.Namespace) -> Answer:
     compress: bool | int = arguments.level if arguments.level is not None else arguments.compress
     tier = Tier(arguments.target, None, compress=compress, encrypt=arguments.encrypt, retry_s=arguments.retry_s)
     sent: list[int] = [0]
-    with opened_source(arguments.path, key) as reader:
-        source, total = str(reader.folder), reader.manifest.num_bytes
+    with opened_snapshot(arguments.path, key) as reader:
+        source, total = reader.place, reader.manifest.num_bytes
         with progress(f"copy {reader.folder.name}", total, lambda: sent[0], arguments.json):
             place = copy_whole(reader, tier, key, sent)
     return OK, {"source": source, "copy": place}, [f"copied '{source}' to '{place}', verified"]

@@ -6,22 +6,25 @@ Each takes the parsed arguments and returns (exit code, report for --json, lines
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import asdict
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from plait.ckpt.candidates import find_copies, is_url, local_path, opened_snapshot, split_step
 from plait.ckpt.cli_progress import progress, size_text
-from plait.ckpt.compare import compare, find_snapshot
+from plait.ckpt.compare import compare
 from plait.ckpt.crypt import Key, load_key
 from plait.ckpt.errors import SnapshotDamaged, SnapshotError
-from plait.ckpt.folders import StepFolder, leftovers, parse_step, step_folders
+from plait.ckpt.folders import leftovers, parse_step, step_folders
 from plait.ckpt.keep import pinned_folders
 from plait.ckpt.manifest import RUN
 from plait.ckpt.owner import read_record
 from plait.ckpt.reader import SnapshotReader
 from plait.ckpt.tables import TensorEntry
-from plait.ckpt.tier_reader import open_folder
+from plait.ckpt.tier_reader import TierReader, open_folder
 from plait.ckpt.values import decode
 
 Answer = tuple[int, Any, list[str]]  # exit code, report, lines
@@ -30,16 +33,8 @@ NO_SESSION = "0" * 16
 
 
 def list_snapshots(arguments: argparse.Namespace) -> Answer:
-    """The snapshots of a run folder, newest first; 1 when one is damaged."""
-    need_folder(arguments.root)
-    key, pins = load_key(key_file=arguments.key_file), pinned_folders(arguments.root)
-    rows = [{**_row(folder, key), "pinned": folder in pins} for folder in step_folders(arguments.root)]
-    left = [path.name for path in leftovers(arguments.root, NO_SESSION)]
-    if not rows and not left and not (arguments.root / RUN).is_file():
-        one = parse_step(arguments.root.absolute()) is not None
-        hint = "it is one snapshot; `plait snapshot verify` takes one" if one else f"it has no {RUN} and no snapshot"
-        raise SnapshotError(f"'{arguments.root}' is no run folder: {hint}")
-    owner = read_record(arguments.root / "LOCK")
+    """The snapshots of a run folder or a tier, newest first; 1 when one is damaged."""
+    rows, left, owner = (_in_store if is_url(arguments.root) else _in_folder)(arguments)
     lines = [f"{'snapshot':<20} {'ranks':>5} {'tensors':>8} {'bytes':>15}  grid / reason"]
     for row in rows:
         pinned = "  pinned" * row["pinned"]
@@ -53,7 +48,33 @@ def list_snapshots(arguments: argparse.Namespace) -> Answer:
         lines = [f"'{arguments.root}' has no snapshot yet"]
     lines += [f"{name}  (unfinished; `plait snapshot gc` removes it)" for name in left]
     code = OK if all(row["ok"] for row in rows) else DIFFERENT
-    return code, {"root": str(arguments.root), "snapshots": rows, "leftovers": left, "owner": owner}, lines
+    return code, {"root": arguments.root, "snapshots": rows, "leftovers": left, "owner": owner}, lines
+
+
+def _in_folder(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str], dict[str, Any]]:
+    """Returns rows, the names of what is unfinished, and the record of the owner."""
+    root = local_path(arguments.root)
+    need_folder(root)
+    key, pins = load_key(key_file=arguments.key_file), pinned_folders(root)
+    rows = [
+        {**_row(f.path.name, f.step, partial(open_folder, f.path, key=key)), "pinned": f in pins}
+        for f in step_folders(root)
+    ]
+    left = [path.name for path in leftovers(root, NO_SESSION)]
+    if not rows and not left and not (root / RUN).is_file():
+        one = parse_step(root.absolute()) is not None
+        hint = "it is one snapshot; `plait snapshot verify` takes one" if one else f"it has no {RUN} and no snapshot"
+        raise SnapshotError(f"'{root}' is no run folder: {hint}")
+    return rows, left, read_record(root / "LOCK")
+
+
+def _in_store(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str], dict[str, Any]]:
+    key = load_key(key_file=arguments.key_file)
+    store, found = find_copies(arguments.root)
+    rows = [
+        {**_row(folder, step, partial(TierReader, store, folder, key=key)), "pinned": False} for step, folder in found
+    ]
+    return rows, store.unfinished(), {}
 
 
 def need_folder(path: Path) -> None:
@@ -62,10 +83,10 @@ def need_folder(path: Path) -> None:
         raise FileNotFoundError(f"'{path}' is not a folder")
 
 
-def _row(folder: StepFolder, key: Key | None) -> dict[str, Any]:
-    row: dict[str, Any] = {"name": folder.path.name, "step": folder.step}
+def _row(name: str, step: int, opener: Callable[[], SnapshotReader]) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": name, "step": step}
     try:
-        manifest = open_folder(folder.path, key=key).manifest
+        manifest = opener().manifest
     except SnapshotDamaged as error:
         return {**row, "ok": False, "reason": str(error)}
     wanted = ("attempt", "run", "epoch", "world_size", "grid", "num_tensors", "num_bytes")
@@ -74,10 +95,12 @@ def _row(folder: StepFolder, key: Key | None) -> dict[str, Any]:
 
 def show(arguments: argparse.Namespace) -> Answer:
     """One snapshot: who wrote it, its tensors and values, its files with their digests."""
-    folder = find_snapshot(arguments.path)
-    need_folder(folder)
-    reader = open_folder(folder, key=load_key(key_file=arguments.key_file))
-    manifest, table = reader.manifest, reader.table
+    with opened_snapshot(arguments.path, load_key(key_file=arguments.key_file)) as reader:
+        return _show(reader, arguments)
+
+
+def _show(reader: SnapshotReader, arguments: argparse.Namespace) -> Answer:
+    manifest, table, folder = reader.manifest, reader.table, reader.place
     names = sorted(n for n in table.names if fnmatchcase(n, arguments.select))
     tensors = [_tensor_row(name, table.entry(name), table.aliases.get(name)) for name in names]
     values = {n: reader.values[n] for n in sorted(reader.values) if fnmatchcase(n, arguments.select)}
@@ -137,30 +160,33 @@ def _rank_row(reader: SnapshotReader, rank: int) -> dict[str, Any]:
 
 def verify(arguments: argparse.Namespace) -> Answer:
     """Reads every byte of one snapshot or of all in a folder; 1 when one is damaged."""
-    need_folder(arguments.path)
-    one = parse_step(arguments.path.absolute())
-    folders = [one] if one is not None else step_folders(arguments.path)
-    folders = [f for f in folders if arguments.step is None or f.step == arguments.step]
-    if not folders:
-        raise SnapshotError(
-            f"'{arguments.path}' holds no snapshot" + (f" of step {arguments.step}" if arguments.step else "")
-        )
+    key = load_key(key_file=arguments.key_file)
     rows, lines, code = [], [], OK
-    for folder in folders:
-        damage, num_bytes = check_snapshot(folder.path, load_key(key_file=arguments.key_file), quiet=arguments.json)
-        rows.append(
-            {
-                "name": folder.path.name,
-                "step": folder.step,
-                "ok": not damage,
-                "damage": damage,
-                "bytes_read": num_bytes,
-            }
-        )
-        lines.append(f"{folder.path.name}: {'damaged' if damage else 'ok'} ({num_bytes} bytes read)")
+    for step, name, opener in _to_verify(arguments.path, arguments.step, key):
+        damage, num_bytes = _check(name, opener, quiet=arguments.json)
+        rows.append({"name": name, "step": step, "ok": not damage, "damage": damage, "bytes_read": num_bytes})
+        lines.append(f"{name}: {'damaged' if damage else 'ok'} ({num_bytes} bytes read)")
         lines += [f"  {text}" for text in damage]
         code = DIFFERENT if damage else code
     return code, {"snapshots": rows}, lines
+
+
+def _to_verify(text: str, step: int | None, key: Key | None) -> list[tuple[int, str, Callable[[], SnapshotReader]]]:
+    """Returns (step, name, opener) of what a path or a URL names: all snapshots of a run, or one."""
+    if is_url(text):
+        store, found = find_copies(text, step)
+        return [(number, folder, partial(TierReader, store, folder, key=key)) for number, folder in found]
+    path = local_path(text)
+    one = parse_step(path.absolute())
+    if one is None and not path.is_dir():
+        root, at = split_step(str(path))
+        path, step = (Path(root), at) if at is not None and step is None else (path, step)
+    need_folder(path)
+    folders = [one] if one is not None else step_folders(path)
+    folders = [f for f in folders if step in (None, f.step)]
+    if not folders:
+        raise SnapshotError(f"'{text}' holds no snapshot" + (f" of step {step}" if step is not None else ""))
+    return [(f.step, f.path.name, partial(open_folder, f.path, key=key)) for f in folders]
 
 
 def check_snapshot(folder: Path, key: Key | None = None, quiet: bool = True) -> tuple[list[str], int]:
@@ -168,28 +194,34 @@ def check_snapshot(folder: Path, key: Key | None = None, quiet: bool = True) -> 
 
     quiet: shows no progress.
     """
+    return _check(folder.name, partial(open_folder, folder, key=key), quiet)
+
+
+def _check(name: str, opener: Callable[[], SnapshotReader], quiet: bool) -> tuple[list[str], int]:
     try:
-        reader = open_folder(folder, key=key)
+        reader = opener()
         reader.table  # noqa: B018  checks fragments and coverage
-        for name, value in reader.values.items():
-            decode(value, f"value {name!r}")
+        for key, value in reader.values.items():
+            decode(value, f"value {key!r}")
         for fragment in reader.fragments:
-            for name, value in fragment.per_rank.items():
-                decode(value, f"per-rank value {name!r} of rank {fragment.rank}")
+            for key, value in fragment.per_rank.items():
+                decode(value, f"per-rank value {key!r} of rank {fragment.rank}")
     except SnapshotDamaged as error:
         return [str(error)], 0
     total = sum(file.bytes for fragment in reader.fragments for file in fragment.data_files.values())
-    with progress(f"verify {folder.name}", total, lambda: reader.bytes_read, quiet):
+    with progress(f"verify {name}", total, lambda: reader.bytes_read, quiet):
         damage = [text for rank in range(reader.manifest.world_size) for text in reader.verify(rank)]
     return damage, reader.bytes_read
 
 
 def diff(arguments: argparse.Namespace) -> Answer:
     """Compares two snapshots bit by bit; 1 when they differ."""
-    folders = [find_snapshot(arguments.a), find_snapshot(arguments.b)]
-    for folder in folders:
-        need_folder(folder)
-    a, b = (open_folder(folder, key=load_key(key_file=arguments.key_file)) for folder in folders)
+    key = load_key(key_file=arguments.key_file)
+    with opened_snapshot(arguments.a, key) as a, opened_snapshot(arguments.b, key) as b:
+        return _diff(a, b, arguments)
+
+
+def _diff(a: SnapshotReader, b: SnapshotReader, arguments: argparse.Namespace) -> Answer:
     total = a.manifest.num_bytes + b.manifest.num_bytes
     with progress("diff", total, lambda: a.bytes_read + b.bytes_read, arguments.json):
         found = list(compare(a, b))
@@ -197,11 +229,11 @@ def diff(arguments: argparse.Namespace) -> Answer:
     same_ranks = len(a.fragments) == len(b.fragments)
     note = "" if same_ranks else "; per-rank values were not compared: the numbers of ranks differ"
     verdict = f"{len(found)} differences" if found else f"equal: {len(a.table.names)} tensors, {len(a.values)} values"
-    lines.append(f"{verdict} ('{folders[0]}', '{folders[1]}'{note})")
+    lines.append(f"{verdict} ('{a.place}', '{b.place}'{note})")
     report = {
         "equal": not found,
-        "a": str(folders[0]),
-        "b": str(folders[1]),
+        "a": str(a.place),
+        "b": str(b.place),
         "per_rank_compared": same_ranks,
         "differences": [asdict(d) for d in found],
     }

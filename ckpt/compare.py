@@ -9,15 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isfinite, isnan, prod
-from pathlib import Path
 
 import torch
 
-from plait import _C
 from plait.ckpt.box import Box
-from plait.ckpt.candidates import newest_valid
-from plait.ckpt.errors import SnapshotError
-from plait.ckpt.folders import parse_step, step_folders
 from plait.ckpt.read_plan import Target
 from plait.ckpt.reader import SnapshotReader
 from plait.ckpt.tables import TensorEntry
@@ -41,23 +36,6 @@ class Difference:
     max_difference: float | None = 0.0
     max_relative: float | None = 0.0
     num_bits: int = 0
-
-
-def find_snapshot(text: str) -> Path:
-    """Returns the step folder of "STEP_FOLDER", "RUN" (its newest valid one) or "RUN@STEP". SnapshotError if none."""
-    path = Path(text)
-    if parse_step(path) is not None:
-        return path
-    root, at, step = text.rpartition("@")
-    if at and step.isdigit() and Path(root).is_dir():
-        found = [folder for folder in step_folders(Path(root)) if folder.step == int(step)]
-        if not found:
-            raise SnapshotError(f"'{root}' has no snapshot of step {step}")
-        return found[0].path
-    newest = newest_valid(_C.PosixIo(), path)
-    if newest is None:
-        raise SnapshotError(f"'{text}' is neither a snapshot nor a run folder with a valid one")
-    return newest.path
 
 
 def compare(a: SnapshotReader, b: SnapshotReader) -> Iterator[Difference]:

@@ -14,11 +14,9 @@ from dataclasses import replace
 
 from plait import _C
 from plait.ckpt.codec import Coder
-from plait.ckpt.compare import find_snapshot
 from plait.ckpt.copier import Copier
 from plait.ckpt.crypt import Key
 from plait.ckpt.errors import SnapshotError
-from plait.ckpt.keep import reading
 from plait.ckpt.manifest import (
     OBJECTS,
     RUN,
@@ -33,9 +31,8 @@ from plait.ckpt.manifest import (
 )
 from plait.ckpt.read_plan import FileKey
 from plait.ckpt.reader import SnapshotReader
-from plait.ckpt.remote import FsspecStore
 from plait.ckpt.store import DirStore, find_copy
-from plait.ckpt.tier_reader import TierReader, open_folder
+from plait.ckpt.tier_reader import TierReader
 from plait.ckpt.tiers import Launch, Tier
 
 _MAX_RUN_BYTES = 4096
@@ -54,27 +51,6 @@ def copy_whole(reader: SnapshotReader, tier: Tier, key: Key | None, sent: list[i
     whole = _Whole(tier, store, launch)
     with _owned(store, manifest):
         return f"{store.url}/{whole.copy_all(source, sent)}"
-
-
-@contextmanager
-def opened_source(text: str, key: Key | None) -> Iterator[SnapshotReader]:
-    """Opens what is to be copied and holds it against retention: as `find_snapshot` has it, or "s3://bucket/run" (its
-    newest copy) or "s3://bucket/run@STEP"."""
-    if "://" not in text:
-        folder = find_snapshot(text)
-        if not folder.is_dir():
-            raise FileNotFoundError(f"'{folder}' is not a folder")
-        reader = open_folder(folder, key=key)
-        with reading(folder):
-            yield reader
-        return
-    url, at, step = text.rpartition("@")
-    url, wanted = (url, int(step)) if at and step.isdecimal() else (text, None)
-    store = FsspecStore(url, {})
-    found = [name for number, _, name in store.steps() if wanted in (None, number)]
-    if not found:
-        raise SnapshotError(f"'{url}' has no snapshot" + ("" if wanted is None else f" of step {wanted}"))
-    yield TierReader(store, found[0], key=key)
 
 
 @contextmanager

@@ -105,6 +105,11 @@ class SnapshotReader:
         self.bytes_read = 0
         self.filled: list[str] = []
 
+    @property
+    def place(self) -> str:
+        """Where it lies, for people."""
+        return str(self.folder)
+
     @cached_property
     def fragments(self) -> tuple[Fragment, ...]:
         """All fragments, checked against the manifest."""

@@ -38,6 +38,10 @@ class TierReader(SnapshotReader):
         super().__init__(Path(store.url) / folder, None, threads, key, spare)
         self._cipher: Cipher | None = None if key is None else key.cipher(self.manifest.attempt)
 
+    @property
+    def place(self) -> str:
+        return f"{self._store.url}/{self._place}"
+
     def verify(self, rank: int) -> list[str]:
         """As of any snapshot, and each part by its digest: also bytes that no decoder looks at."""
         damage = super().verify(rank)
@@ -51,10 +55,12 @@ class TierReader(SnapshotReader):
         manifest = read_copy_manifest(self._store, self._place, self._key)
         check_names(manifest, where)
         for entry in manifest.files:
-            if self._sizes.get(entry.name) != entry.bytes:
+            size = self._sizes.get(entry.name)
+            if size is None:
+                raise SnapshotDamaged(f"'{self.place}/{entry.name}' is missing")
+            if size != entry.bytes:
                 raise SnapshotDamaged(
-                    f"'{self._store.url}/{self._place}/{entry.name}' has {self._sizes.get(entry.name)} bytes, the "
-                    f"manifest says {entry.bytes}"
+                    f"'{self.place}/{entry.name}' has {size} bytes, the manifest says {entry.bytes}"
                 )
         return manifest
 

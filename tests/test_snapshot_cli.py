@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 
-from plait.ckpt import PerRank, Sharded, Snapshots
+from plait.ckpt import PerRank, Sharded, Snapshots, Tier
 from plait.ckpt.cli import main
 from plait.ckpt.cli_progress import line, progress
 from plait.ckpt.keep import pinned_folders, reading
@@ -404,3 +404,83 @@ def test_a_terminal_gets_a_bar_and_a_log_gets_lines(capsys):
     assert "100%" in line("copy", 0, 0, 0.0, bar=True)
     with progress("verify", 1, lambda: 1 // 0, quiet=True, out=out):
         pass
+
+
+KEY_TEXT = "07" * 32
+
+
+@pytest.fixture(params=["memory", "file", "folder"])
+def tier(request, tmp_path):
+    """Steps 1 and 2 of the small state, plain and coded with a key: (URL or folder of each, file with the key)."""
+    secret = tmp_path / "key"
+    secret.write_text(KEY_TEXT)
+    name = request.node.name.replace("[", "-").replace("]", "")
+    base = {"memory": f"memory://{name}", "file": f"file://{tmp_path}", "folder": str(tmp_path)}[request.param]
+    tiers = [Tier(f"{base}/plain"), Tier(f"{base}/coded", compress=True, encrypt=True)]
+    with Snapshots(tmp_path / "near", tiers=tiers, key_file=secret) as snapshots:
+        for seed in (1, 2):
+            snapshots.save(seed, small_state(seed)).wait("remote")
+    return f"{base}/plain", f"{base}/coded", secret
+
+
+def test_a_tier_is_listed_shown_verified_and_compared_like_a_run(tier, tmp_path, capsys):
+    """ls and verify took directories alone, and file:// nothing could read."""
+    plain, coded, secret = tier
+    code, report = answer(capsys, "ls", plain)
+    assert code == 0 and [(r["step"], r["ok"], r["num_tensors"]) for r in report["snapshots"]] == [
+        (2, True, 12),
+        (1, True, 12),
+    ]
+    code, report = answer(capsys, "show", f"{coded}@1", "--key-file", secret)
+    assert (code, report["step"], report["codec"], len(report["tensors"])) == (0, 1, "zstd+aes-256-gcm", 12)
+    assert report["folder"].startswith(coded.removeprefix("file://"))
+    for path, more in ((plain, []), (coded, ["--key-file", secret])):
+        code, report = answer(capsys, "verify", path, *more)
+        assert code == 0 and [(r["step"], r["damage"]) for r in report["snapshots"]] == [(2, []), (1, [])]
+        code, report = answer(capsys, "verify", path, "--step", 1, *more)
+        assert code == 0 and [r["step"] for r in report["snapshots"]] == [1] and report["snapshots"][0]["bytes_read"]
+    assert answer(capsys, "diff", plain, coded, "--key-file", secret)[0] == 0
+    assert answer(capsys, "diff", tmp_path / "near", coded, "--key-file", secret)[0] == 0
+    code, report = answer(capsys, "diff", f"{plain}@1", f"{plain}@2")
+    assert code == 1 and any(d["name"] == "step" for d in report["differences"])
+
+
+def test_what_is_wrong_with_a_tier_is_said_with_its_exit_code(tier, tmp_path, capsys):
+    plain, coded, secret = tier
+    other = tmp_path / "other"
+    other.write_text("08" * 32)
+    for command in ("show", "verify"):
+        code, report = answer(capsys, command, f"{coded}@2" if command == "show" else coded)
+        text = json.dumps(report)
+        assert code == 1 and "is encrypted, and no key was given" in text, text
+        code, report = answer(capsys, command, coded, "--key-file", other)
+        assert code == 1 and "key" in json.dumps(report)
+    for command in ("show", "verify", "ls"):
+        code, report = answer(capsys, command, plain.replace("plain", "absent"))
+        assert code == 2 and "absent" in report["error"], report
+    for command in ("show", "verify"):
+        code, report = answer(capsys, command, f"{plain}@7")
+        assert code == 2 and "no snapshot of step 7" in report["error"], report
+    assert answer(capsys, "show", "nowhere://bucket/run")[0] == 2
+    if plain.startswith("memory"):
+        code, report = answer(capsys, "pin", plain)
+        assert code == 2 and "is a store; this works on directories" in report["error"]
+
+
+def test_damage_in_a_store_is_found_by_verify_and_ls(tmp_path, capsys):
+    import fsspec
+
+    url = f"memory://{tmp_path.name}/run"
+    with Snapshots(tmp_path / "near", tiers=[Tier(url)]) as snapshots:
+        snapshots.save(1, small_state(1)).wait("remote")
+    memory = fsspec.filesystem("memory")
+    (data,) = (path for path in memory.find(f"/{tmp_path.name}") if path.endswith("safetensors"))
+    memory.pipe_file(data, memory.cat_file(data)[:-1] + b"\x99")
+    code, report = answer(capsys, "verify", url)
+    assert code == 1 and "CRC32C" in report["snapshots"][0]["damage"][0]
+    assert answer(capsys, "ls", url)[0] == 0  # which reads no data
+    folder = data.rpartition("/")[0].rpartition("/")[2]
+    assert answer(capsys, "verify", f"{url}/{folder}")[0] == 1
+    memory.rm_file(data)
+    code, report = answer(capsys, "ls", url)
+    assert code == 1 and "is missing" in report["snapshots"][0]["reason"]
