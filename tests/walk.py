@@ -194,17 +194,20 @@ def all_walks(losses: int = LOSSES) -> list[Walk]:
         is_log = isinstance(cycle.ios()[0], _C.FaultIo)  # system calls of the extension
         if name in CYCLES and cycle.ranks == 1 and name != "restore":  # else the losses' order is not that of the log
             found.append(Walk(f"{name}: power", cycle, lambda w, i: walk_power_losses(w, i, losses)))
-        found.append(Walk(f"{name}: errors", cycle, _errors_of_two if cycle.ranks > 1 else walk_errors))
+        if cycle.ranks == 1:
+            found.append(Walk(f"{name}: errors", cycle, walk_errors))
+        else:  # one rank gets the error, the other learns of it
+            found.append(Walk(f"{name}: errors once", cycle, lambda w, i: walk_errors(w, i, (False,))))
+            found.append(Walk(f"{name}: errors that stay", cycle, _errors_that_stay))
         if is_log or name == "tier's data":
             found.append(Walk(f"{name}: short", cycle, walk_short))
         if name != "restore":
             found.append(Walk(f"{name}: kills", cycle, walk_kills))
-    return sorted(found, key=lambda walk: (not walk.name.endswith("power"), walk.cycle.ranks == 1))
+    return sorted(found, key=lambda walk: (walk.cycle.ranks == 1, not walk.name.endswith(("power", "stay", "once"))))
 
 
-def _errors_of_two(walker: Walker, indices: Indices) -> None:
-    """One rank gets the error, the other learns of it; an error that stays costs a time limit, so of that a few."""
-    walk_errors(walker, indices, (False,))
+def _errors_that_stay(walker: Walker, indices: Indices) -> None:
+    """The other rank cannot be told and waits for a time limit, so these are some of all."""
     walk_errors(walker, lambda count, shift: indices(count, shift)[:: len(walker.cycle.errors)], (True,))
 
 
