@@ -1,206 +1,140 @@
-"""The pipeline executor beside torch's on stages that sleep: what is above the plan is overhead.
+"""The pipeline executor beside torch's: every schedule, on stages that sleep, that do nothing, and of a real model.
 
-Every stage holds one number and hands on a small tensor times it; its forward and backward sleep. The plan is
-`schedule.simulate()` with those sleeps as costs and free messages: step / makespan says what the executor, the
-messages and the machine's timer add. Sleeping ranks need no core of their own, so this also works on two cores.
-Loss and gradients of both executors are compared with the closed form before they are timed.
+Sleeping: the plan is `schedule.simulate()` with those sleeps as costs and free messages; step / plan says what the
+executor, the messages and the machine's timer add. Sleeping ranks need no core of their own, so that this works on
+two. Host time is the CPU time of a rank's own thread that was not spent going to sleep, over all its actions: what it
+costs to run an action, whoever computes. Results are checked before and after timing.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
+from plait.bench import pipeline_model, pipeline_stages
+from plait.bench.pipeline_stages import DTYPE, TORCH, schedule_of
+from plait.bench.report import table
 from plait.bench.spec import Case, CaseResult, Measured, Options, Suite, WrongResultError
 from plait.bench.suite_train import Collector
 from plait.bench.timer import interleave
 from plait.launch import launch
 from plait.parallel.collectives import all_reduce
 from plait.parallel.mesh import Mesh
-from plait.parallel.pipeline import Pipeline, TensorSpec
-from plait.parallel.schedules import Costs, Schedule, gpipe, interleaved, one_f_one_b
+from plait.parallel.schedules import NAMES, Costs
+from plait.parallel.schedules.action import COMPUTE, singles
+from plait.parallel.schedules.measured import measured_costs
+from plait.parallel.timelines import gather_timeline
 from plait.rank import Rank
 
-DTYPE = torch.float64
 TOLERANCE = 1e-12  # relative, of loss and gradients against the closed form: fp64, sums of a few terms
-TORCH = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
-# (schedule, ranks, chunks, micro-batches, forward ms of one rank's stages together, elements handed on)
-GRID = [
-    ("gpipe", 4, 1, 8, 4.0, 16),
-    ("1f1b", 4, 1, 8, 4.0, 16),
-    ("interleaved", 4, 2, 8, 4.0, 16),
-    ("1f1b", 4, 1, 32, 4.0, 16),
-    ("interleaved", 4, 2, 32, 4.0, 16),
-    ("interleaved", 4, 4, 8, 4.0, 16),
-    ("1f1b", 4, 1, 8, 1.0, 16),
-    ("1f1b", 4, 1, 8, 4.0, 1 << 18),
-    ("interleaved", 4, 2, 8, 4.0, 1 << 18),
-    ("1f1b", 8, 1, 16, 8.0, 16),
-]
-DEFAULT = GRID[:3]
+CHUNKS = {"interleaved": 2, "looped_bfs": 2, "zb_v": 2, "dual_pipe_v": 2}
+# kind, ranks, micro-batches, forward ms of one rank's stages together (I and W take as long each), elements handed
+# on, most rounds: torch's DualPipeV wants two micro-batches a rank, and a step of eight ranks is long
+SLEEPS = [("sleep", 4, 8, 10.0, 16, 12), ("sleep", 8, 16, 10.0, 16, 6)]
+IDLES = [("idle", 4, 8, 0.0, 16, 40)]
+MODELS = [("model", 4, 8, 0.0, 0, 10)]
+BIG = ("sleep", 4, 8, 10.0, 1 << 18, 6)  # messages of 2 MiB
+DEFAULT = [("sleep", 4, 8, 4.0, 16, 20, name) for name in ("gpipe", "1f1b", "interleaved")]
 
 
 def cases(full: bool) -> list[Case]:
-    """Four ranks, eight micro-batches, F 4 ms and B 8 ms per rank; `full`: more of each, and messages of 2 MiB."""
-    result = []
-    for schedule, pp, chunks, microbatches, forward_ms, width in GRID if full else DEFAULT:
-        params = dict(
-            schedule=schedule,
-            pp=pp,
-            chunks=chunks,
-            microbatches=microbatches,
-            forward_s=forward_ms / 1e3 / chunks,
-            backward_s=2 * forward_ms / 1e3 / chunks,
-            width=width,
-        )
-        virtual = f" v={chunks}" if chunks > 1 else ""
-        size = f" {width * 8 >> 10} KiB" if width > 1024 else ""
-        result.append(Case(f"{schedule}{virtual} pp={pp} m={microbatches} F={forward_ms:g} ms{size}", params))
-    return result
+    """Four ranks, eight micro-batches, F 4 ms and B 8 ms per rank; `full`: every schedule, four and eight ranks."""
+    if not full:
+        return [case_of(*row) for row in DEFAULT]
+    rows = [(*row, name) for row in (*SLEEPS, *IDLES, *MODELS) for name in NAMES]
+    rows += [(*BIG, name) for name in ("1f1b", "interleaved")]
+    rows += [("model", 8, 16, 0.0, 0, 6, name) for name in ("1f1b", "zb_v")]
+    return [case_of(*row) for row in rows]
 
 
-def schedule_of(params: dict[str, Any]) -> Schedule:
-    """The case's schedule."""
-    pp, microbatches = params["pp"], params["microbatches"]
-    if params["schedule"] == "interleaved":
-        return interleaved(pp, params["chunks"], microbatches)
-    return {"gpipe": gpipe, "1f1b": one_f_one_b}[params["schedule"]](pp, microbatches)
-
-
-class _Sleep(torch.autograd.Function):
-    """x * weight, asleep for a while in both directions; adds what it slept to the stage's account."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, stage: SleepingStage) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.stage = stage
-        stage.sleep(stage.forward_s)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor, None]:
-        x, weight = ctx.saved_tensors
-        ctx.stage.sleep(ctx.stage.backward_s)
-        return dout * weight if ctx.needs_input_grad[0] else None, (dout * x).sum(), None
-
-
-class SleepingStage(nn.Module):
-    """One stage: [rows, width] -> [rows, width] times its number. `busy_s` grows by what it slept."""
-
-    def __init__(self, index: int, num_stages: int, params: dict[str, Any]) -> None:
-        super().__init__()
-        self.forward_s, self.backward_s = params["forward_s"], params["backward_s"]
-        self.index, self.last = index, index == num_stages - 1
-        self.width = params["width"]
-        self.weight = nn.Parameter(torch.tensor(weight_of(index), dtype=DTYPE))
-        self.busy_s = 0.0
-
-    def sleep(self, seconds: float) -> None:
-        start = time.perf_counter()
-        time.sleep(seconds)
-        self.busy_s += time.perf_counter() - start
-
-
-class OurStage(SleepingStage):
-    """As plait.parallel.Pipeline calls it."""
-
-    def input_specs(self, inputs: dict[str, Any]) -> tuple[TensorSpec, ...]:
-        return (TensorSpec((inputs["x"].shape[0], self.width), DTYPE, needs_grad=True),)
-
-    def forward(self, x: tuple[Tensor, ...], inputs: dict[str, Any]) -> tuple[Any, ...]:
-        y = _Sleep.apply(x[0] if x else inputs["x"], self.weight, self)
-        return (y.sum(), y.shape[0], {}) if self.last else (y,)
-
-
-class TorchStage(SleepingStage):
-    """As torch.distributed.pipelining calls it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _Sleep.apply(x, self.weight, self)
-        return y
-
-
-def weight_of(stage: int) -> float:
-    """The number that a stage multiplies with."""
-    return 1.0 + 0.125 * (stage % 3)
-
-
-class Executor:
-    """Our side of a case on one rank: `step` returns the loss (0 but on the last stage's rank)."""
-
-    def __init__(self, params: dict[str, Any], mesh: Mesh, x: Tensor) -> None:
-        schedule = schedule_of(params)
-        mine = schedule.stages_of(mesh.axis("pp").coord)
-        self.stages: list[SleepingStage] = [OurStage(s, schedule.num_stages, params) for s in mine]
-        self.pipeline = Pipeline(dict(zip(mine, self.stages, strict=True)), schedule, mesh)
-        self.x = x
-
-    def step(self) -> float:
-        rows = self.x.shape[0]
-        return self.pipeline.step({"x": self.x}, torch.zeros(rows), rows, metrics="local").loss.item()
-
-
-class TorchExecutor:
-    """The same by torch's schedule of the same name, on the same ranks."""
-
-    def __init__(self, params: dict[str, Any], mesh: Mesh, x: Tensor) -> None:
-        coord, pp, microbatches = mesh.axis("pp").coord, params["pp"], params["microbatches"]
-        num_stages = pp * params["chunks"]
-        mine = range(coord, num_stages, pp)
-        self.stages: list[SleepingStage] = [TorchStage(s, num_stages, params) for s in mine]
-        group = mesh.group("pp")
-        parts = [
-            PipelineStage(stage, stage.index, num_stages, torch.device("cpu"), group=group) for stage in self.stages
-        ]
-        rows = x.shape[0]
-        kind: Any = TORCH[params["schedule"]]
-        self.schedule = kind(
-            parts if params["schedule"] == "interleaved" else parts[0],
-            microbatches,
-            loss_fn=lambda output, target: output.sum() / rows,
-            scale_grads=False,
-        )
-        self.args = (x,) if coord == 0 else ()
-        self.target = torch.zeros(rows) if mine[-1] == num_stages - 1 else None
-
-    def step(self) -> float:
-        losses: list[Tensor] = []
-        kwargs = {} if self.target is None else {"target": self.target, "losses": losses}
-        self.schedule.step(*self.args, **kwargs)
-        return float(sum(losses))
+def case_of(kind: str, pp: int, microbatches: int, unit_ms: float, width: int, rounds: int, schedule: str) -> Case:
+    """One case, its times per stage."""
+    chunks = CHUNKS.get(schedule, 1)
+    times = dict.fromkeys(("forward_s", "input_s", "weight_s"), unit_ms / 1e3 / chunks)
+    params = dict(
+        kind=kind, schedule=schedule, pp=pp, chunks=chunks, microbatches=microbatches, width=width, rounds=rounds
+    )
+    what = {"sleep": f"F={unit_ms:g} ms", "idle": "no work", "model": "model"}[kind]
+    size = f" {width * 8 >> 10} KiB" if width > 1024 else ""
+    return Case(f"{schedule} pp={pp} m={microbatches} {what}{size}", {**params, **times})
 
 
 def measure(case: Case, options: Options) -> CaseResult:
     """Runs one case on forked local ranks; RuntimeError with what they said when one fails."""
     params = case.params
-    plan = schedule_of(params).simulate(Costs(forward=params["forward_s"], backward=params["backward_s"]))
+    options = limited(options, params)
     view = Collector()
     code = launch(lambda rank: run_rank(params, options, rank), params["pp"], view)
     if view.record is None or code != 0:
         raise RuntimeError(f"case {case.name!r} failed with exit code {code}:\n" + "\n".join(view.lines[-20:]))
     if view.record["wrong"]:
         raise WrongResultError(f"case {case.name!r}: {view.record['wrong']}")
-    nominal_s = params["microbatches"] * params["chunks"] * (params["forward_s"] + params["backward_s"])
-    providers = {}
-    for name, samples in view.record["samples_s"].items():
-        busy_s = view.record["busy_s"][name]  # mean over ranks, summed over the counted rounds
-        figures = {
-            "step / plan": median(samples) / plan.makespan,
-            "bubble": 1 - busy_s / sum(samples),
-            "slept": busy_s / len(samples) / nominal_s,
-        }
-        providers[name] = Measured(samples, f"loss and gradients within {TOLERANCE:g} of the closed form", figures)
-    note = (
-        f"host_wall over gloo; plan: makespan {plan.makespan * 1e3:.3f} ms, bubble {plan.bubble:.4f}; slept: time "
-        "asleep over what was asked for, all of it counted as busy"
+    return result_of(case, view.record)
+
+
+def limited(options: Options, params: Mapping[str, Any]) -> Options:
+    """No more rounds than the case has, nor than its share of the budget holds: a round is two steps, which sleep."""
+    rounds = min(options.rounds, params["rounds"])
+    if options.budget_s and params["kind"] == "sleep":
+        step_s = plan_s(params)
+        rounds = max(3, min(rounds, int(options.budget_s / (2.2 * step_s)) - options.warmup))
+    return replace(options, rounds=rounds)
+
+
+def plan_s(params: Mapping[str, Any]) -> float:
+    """The simulated makespan of the case's sleeps."""
+    forward, inputs, weight = (params[f"{name}_s"] for name in ("forward", "input", "weight"))
+    return schedule_of(dict(params)).simulate(Costs(forward, inputs + weight, inputs, weight)).makespan
+
+
+def num_actions(params: Mapping[str, Any]) -> int:
+    """F, B, I and W of all ranks in a step; a pair is two."""
+    return sum(s.op in COMPUTE for lane in schedule_of(dict(params)).lanes for s in singles(lane))
+
+
+def result_of(case: Case, record: Mapping[str, Any]) -> CaseResult:
+    """The record of the ranks as figures."""
+    params, sleeping = case.params, case.params["kind"] == "sleep"
+    plan, actions = record["plan_s"], num_actions(case.params)
+    nominal_s = (
+        params["microbatches"] * params["chunks"] * sum(params[f"{n}_s"] for n in ("forward", "input", "weight"))
     )
-    return CaseResult(case, "plait", providers, note)
+    providers = {}
+    for name, samples in record["samples_s"].items():
+        rounds = len(samples)
+        figures = {"plan_s": plan, "step / plan": median(samples) / plan} if plan else {}
+        if sleeping:
+            busy_s = record["busy_s"][name]  # mean over ranks, summed over the counted rounds
+            figures |= {"bubble": 1 - busy_s / sum(samples), "slept": busy_s / rounds / nominal_s}
+        host_s, cpu_s = record["host_s"][name], record["cpu_s"][name]  # summed over ranks and rounds
+        figures["host us/action"] = host_s / rounds / actions * 1e6
+        figures["CPU us/action"] = cpu_s / rounds / actions * 1e6
+        figures["wall us/action"] = median(samples) * params["pp"] / actions * 1e6
+        providers[name] = Measured(samples, record["check"], figures)
+    return CaseResult(case, "plait", providers, NOTES[params["kind"]] + peer_note(params))
+
+
+NOTES = {
+    "sleep": "plan: simulated makespan of the sleeps, messages free; host: CPU time of the rank's thread, sleeping "
+    "left out, per action; CPU: of all its threads; bubble counts all time asleep as busy",
+    "idle": "stages that do nothing: a step is host time alone, with all ranks on this machine's cores",
+    "model": "plan: simulated with the median times of each stage's actions in our own last step, on as few cores as "
+    "this machine has; host and CPU time hold the model's own computing",
+}
+
+
+def peer_note(params: Mapping[str, Any]) -> str:
+    """How torch runs the case."""
+    own = "; torch has no zb_h2: its runtime ran our list" if params["schedule"] == "zb_h2" else ""
+    return f"; torch: {TORCH[params['schedule']]}{own}"
+
+
+# ---- one rank ----------------------------------------------------------------------------------------------------
 
 
 def run_rank(params: dict[str, Any], options: Options, rank: Rank) -> None:
@@ -208,69 +142,121 @@ def run_rank(params: dict[str, Any], options: Options, rank: Rank) -> None:
     rank.connect()
     mesh = Mesh.create(device_type="cpu", pp=params["pp"])
     axis = mesh.axis("pp")
-    generator = torch.Generator().manual_seed(options.seed)
-    x = torch.randn(params["microbatches"], params["width"], generator=generator, dtype=DTYPE)
-    executors: dict[str, Executor | TorchExecutor] = {
-        "plait": Executor(params, mesh, x),
-        "torch": TorchExecutor(params, mesh, x),
-    }
-    num_stages = params["pp"] * params["chunks"]
+    executors, error_of, tolerance = made(params, mesh, options.seed)
 
     def check() -> str:
         """Returns what is wrong on any rank, '' for nothing; the same on all ranks."""
         for name, executor in executors.items():
-            worst = error_of(executor, x, num_stages)
-            if not all_reduce(torch.tensor([worst], dtype=DTYPE), axis, "max").item() <= TOLERANCE:
-                return f"{name}: loss or gradients are off by more than {TOLERANCE:g}; {worst:g} on this rank"
+            worst = error_of(executor)
+            if not all_reduce(torch.tensor([worst], dtype=DTYPE), axis, "max").item() <= tolerance:
+                return f"{name}: loss or gradients are off by more than {tolerance:g}; {worst:g} on this rank"
         return ""
 
-    wrong = check()
     flag = torch.zeros(1)
+    accounts = {name: Account(executor) for name, executor in executors.items()}
     samples: dict[str, list[float]] = {}
-    busy_s: dict[str, float] = {}
+    plan, wrong = 0.0, check()
     if not wrong:
-        slept: dict[str, list[float]] = {name: [] for name in executors}
         samples = interleave(
-            {name: with_sleep(executor, slept[name]) for name, executor in executors.items()},
-            options,
-            sync=lambda: all_reduce(flag, axis),
+            {name: account.step for name, account in accounts.items()}, options, sync=lambda: all_reduce(flag, axis)
         )
-        for name, values in slept.items():
-            total = torch.tensor([sum(values[-options.rounds :])], dtype=DTYPE)
-            busy_s[name] = all_reduce(total, axis).item() / axis.size
+        plan = plan_s(params) or planned_by_run(params, executors["plait"])
         wrong = check()
+    sums = {}
+    for key in ("busy_s", "host_s", "cpu_s"):
+        mine = torch.tensor([account.total(key, options.rounds) for account in accounts.values()], dtype=DTYPE)
+        sums[key] = dict(zip(accounts, (all_reduce(mine, axis)).tolist(), strict=True))
+    busy_s = {name: total / axis.size for name, total in sums["busy_s"].items()}
     if rank.rank == 0:
-        rank.emit({"kind": "bench", "wrong": wrong, "samples_s": samples, "busy_s": busy_s})
+        oracle = "unsplit model" if params["kind"] == "model" else "closed form"
+        said = f"loss and gradients within {tolerance:g} of the {oracle}"
+        record = {"kind": "bench", "wrong": wrong, "samples_s": samples, "check": said, "plan_s": plan}
+        rank.emit({**record, **sums, "busy_s": busy_s})
     rank.disconnect()
 
 
-def with_sleep(executor: Executor | TorchExecutor, slept: list[float]) -> Callable[[], None]:
-    """Returns a step that also notes how long this rank's stages slept in it."""
-
-    def run() -> None:
-        before = sum(stage.busy_s for stage in executor.stages)
-        executor.step()
-        slept.append(sum(stage.busy_s for stage in executor.stages) - before)
-
-    return run
-
-
-def error_of(executor: Executor | TorchExecutor, x: Tensor, num_stages: int) -> float:
-    """Runs a step and returns the largest relative error of this rank's loss and gradients; NaN stays NaN.
-
-    Loss = sum(x) * product of all numbers / rows, so the gradient of a number is the loss divided by it.
-    """
-    for stage in executor.stages:
-        stage.weight.grad = None
-    loss = executor.step()
-    expected = x.sum().item() / x.shape[0]
-    for index in range(num_stages):
-        expected *= weight_of(index)
-    errors = [loss / expected - 1] if executor.stages[-1].last else [loss]
-    for stage in executor.stages:
-        grad = torch.nan if stage.weight.grad is None else stage.weight.grad.item()
-        errors.append(grad * weight_of(stage.index) / expected - 1)
-    return torch.tensor(errors, dtype=DTYPE).abs().max().item()
+def made(params: dict[str, Any], mesh: Mesh, seed: int) -> tuple[dict[str, Any], Callable[[Any], float], float]:
+    """Both executors of a case, what says how wrong a step of one is, and how wrong it may be."""
+    generator = torch.Generator().manual_seed(seed)
+    schedule = schedule_of(params)
+    if params["kind"] == "model":
+        shape = (params["microbatches"], pipeline_model.SIZES["max_seq"] + 1)
+        rows = torch.randint(pipeline_model.SIZES["vocab_size"], shape, generator=generator)
+        ours = pipeline_model.Executor(params, mesh, rows)
+        loss, gradients = pipeline_model.unsplit(ours, rows, params["microbatches"])
+        last = schedule.num_stages - 1 in schedule.stages_of(mesh.axis("pp").coord)
+        both = {"plait": ours, "torch": pipeline_model.TorchExecutor(params, mesh, rows, ours)}
+        return both, lambda e: pipeline_model.error_of(e, loss, gradients, last), pipeline_model.TOLERANCE
+    x = torch.randn(params["microbatches"], params["width"], generator=generator, dtype=DTYPE)
+    executors = {
+        "plait": pipeline_stages.Executor(params, mesh, x),
+        "torch": pipeline_stages.TorchExecutor(params, mesh, x),
+    }
+    return executors, lambda executor: pipeline_stages.error_of(executor, x, schedule.num_stages), TOLERANCE
 
 
-SUITE = Suite("pipeline", "the pipeline executor on sleeping stages, ours and torch's", cases, measure)
+def planned_by_run(params: dict[str, Any], executor: Any) -> float:
+    """The makespan simulated from our last step's own times; 0 where stages do nothing. Collective."""
+    if params["kind"] == "idle":
+        return 0.0
+    line, schedule = gather_timeline(executor.pipeline), schedule_of(params)
+    assert line is not None, "steps were timed"
+    return schedule.simulate(replace(measured_costs(schedule, line), send=0.0, send_grad=0.0)).makespan
+
+
+class Account:
+    """Runs an executor's steps and keeps, per step: `busy_s` that its stages slept, `cpu_s` of all threads of the
+    process, `host_s` of this thread without what going to sleep and waking up takes."""
+
+    def __init__(self, executor: Any) -> None:
+        self.executor = executor
+        self.notes: dict[str, list[float]] = {"busy_s": [], "host_s": [], "cpu_s": []}
+
+    def step(self) -> None:
+        slept, asleep_cpu = self._slept()
+        cpu, host = time.process_time(), time.thread_time()
+        self.executor.step()
+        host, cpu = time.thread_time() - host, time.process_time() - cpu
+        slept_now, asleep_cpu_now = self._slept()
+        self.notes["busy_s"].append(slept_now - slept)
+        self.notes["host_s"].append(host - (asleep_cpu_now - asleep_cpu))
+        self.notes["cpu_s"].append(cpu - (asleep_cpu_now - asleep_cpu))
+
+    def _slept(self) -> tuple[float, float]:
+        stages = self.executor.stages
+        if isinstance(stages, dict):  # a real model
+            return 0.0, 0.0
+        return sum(stage.busy_s for stage in stages), sum(stage.asleep_cpu_s for stage in stages)
+
+    def total(self, key: str, rounds: int) -> float:
+        """Over the counted rounds, the last ones."""
+        return sum(self.notes[key][-rounds:])
+
+
+# ---- the table ---------------------------------------------------------------------------------------------------
+
+HEADER = ["case", "plan, ms", "plait / plan", "torch / plan", "torch / plait", "host us/action", "torch's", "ratio"]
+
+
+def text(results: list[CaseResult]) -> str:
+    """One line a case; "host us/action" of ours, torch's, and torch's over ours."""
+    rows, notes = [], dict[str, str]()
+    for result in results:
+        if result.error:
+            rows.append([result.case.name, *["-"] * 6, f"failed: {result.error.splitlines()[0]}"])
+            continue
+        ours, peer = (result.providers[name] for name in ("plait", "torch"))
+        planned = "plan_s" in ours.figures
+        plan = [f"{ours.figures['plan_s'] * 1e3:.1f}"] if planned else ["-"]
+        plan += [f"{each.figures['step / plan']:.3f}" if planned else "-" for each in (ours, peer)]
+        ratio = median(peer.samples_s) / median(ours.samples_s)
+        host = [each.figures["host us/action"] for each in (ours, peer)]
+        cells = [f"{ratio:.3f}", *(f"{value:.0f}" for value in host), f"{host[1] / host[0]:.2f}"]
+        rows.append([result.case.name, *plan, *cells])
+        notes[result.case.params["kind"]] = NOTES[result.case.params["kind"]]
+    return "\n".join([table(HEADER, rows), *(f"\n{kind}: {note}" for kind, note in notes.items())])
+
+
+SUITE = Suite(
+    "pipeline", "every schedule on sleeping stages and on a small model, ours and torch's", cases, measure, text, 0.0
+)

@@ -20,16 +20,19 @@ from plait.bench import (
     cli,
     kernel_problems,
     kernel_shapes,
+    pipeline_model,
+    pipeline_stages,
     snapshot_peers,
-    snapshot_way,
     suite_kernels,
     suite_pipeline,
     suite_snapshots,
+    suite_train,
 )
 from plait.bench.kernel_work import work
 from plait.bench.problem import EPS, Maker, Peer, Problem
 from plait.bench.spec import Case, Options, WrongResultError
-from plait.parallel.schedules import Costs
+from plait.model_config import parameter_shapes
+from plait.parallel.schedules import NAMES
 
 QUICK = Options(rounds=2, warmup=1)
 HEADS = {"batch": 1, "heads": 4, "kv_heads": 2, "dim": 16, "tokens": 8}
@@ -203,7 +206,7 @@ def small(quantity: str, folder: Path, mib: int = 1) -> Case:
 
 def test_state_has_the_asked_size_and_no_round_shapes():
     state = suite_snapshots.make_state(1 << 20, 5, seed=0)
-    assert snapshot_way.size_of(state) == 1 << 20 and len({value.numel() for value in state.values()}) >= 3
+    assert snapshot_peers.size_of(state) == 1 << 20 and len({value.numel() for value in state.values()}) >= 3
     assert all(value.std() > 0.9 for value in state.values())
     with pytest.raises(ValueError, match="too few for 5 tensors"):
         suite_snapshots.make_state(4000, 5, seed=0)
@@ -234,7 +237,7 @@ def test_each_way_to_save_gives_the_bits_back_and_leaves_nothing(quantity, tmp_p
 def test_a_load_that_changes_one_bit_is_refused(tmp_path, monkeypatch):
     load = snapshot_peers.TorchSave.load
 
-    def flips(self: snapshot_peers.TorchSave, path: Path, state: snapshot_way.State) -> None:
+    def flips(self: snapshot_peers.TorchSave, path: Path, state: snapshot_peers.State) -> None:
         load(self, path, state)
         state["layer.3"].view(torch.int32)[-1] ^= 1
 
@@ -269,18 +272,45 @@ def test_missing_safetensors_is_a_reason_not_an_error(tmp_path, monkeypatch):
 @pytest.mark.parametrize("index, makespan_s", [(0, 0.132), (1, 0.132), (2, 0.114)])
 def test_the_plan_of_the_default_cases(index, makespan_s):
     # (M + P - 1) (F + B) = 11 * 12 ms; interleaved with v = 2: (M + (P - 1) / 2) * 12 ms
-    params = suite_pipeline.cases(False)[index].params
-    costs = Costs(forward=params["forward_s"], backward=params["backward_s"])
-    assert suite_pipeline.schedule_of(params).simulate(costs).makespan == pytest.approx(makespan_s)
+    assert suite_pipeline.plan_s(suite_pipeline.cases(False)[index].params) == pytest.approx(makespan_s)
+
+
+def test_the_full_run_has_every_schedule_asleep_on_four_and_eight_ranks_idle_and_of_a_model():
+    cases = suite_pipeline.cases(True)
+    assert len({case.name for case in cases}) == len(cases)
+    for kind, ranks in (("sleep", 4), ("sleep", 8), ("idle", 4), ("model", 4)):
+        found = {c.params["schedule"] for c in cases if (c.params["kind"], c.params["pp"]) == (kind, ranks)}
+        assert found == set(NAMES), (kind, ranks)
+    for case in cases:  # what torch's schedules accept
+        assert case.params["microbatches"] >= 2 * case.params["pp"]
+        assert case.params["microbatches"] % case.params["pp"] == 0
+
+
+def test_a_full_run_fits_ten_minutes():
+    """Two steps a round, three rounds of warm-up, two checks before and after; 4 s to start ranks and end them."""
+    total_s = 0.0
+    unplanned_s = {"idle": 0.03, "model": 0.5}  # as seen on two cores, rounded up
+    for case in suite_pipeline.cases(True):
+        step_s = suite_pipeline.plan_s(case.params) or unplanned_s[case.params["kind"]]
+        total_s += 4 + 2 * (suite_pipeline.limited(Options(), case.params).rounds + 3 + 2) * step_s * 1.1
+    assert total_s < 600
+
+
+def test_a_budget_takes_fewer_rounds():
+    params = suite_pipeline.cases(False)[0].params
+    assert suite_pipeline.limited(Options(rounds=50), params).rounds == params["rounds"] == 20
+    assert suite_pipeline.limited(Options(rounds=5), params).rounds == 5
+    assert suite_pipeline.limited(Options(budget_s=132 * 2.2 / 1000 * 10.5), params).rounds == 7
+    assert suite_pipeline.limited(Options(budget_s=0.1), params).rounds == 3
 
 
 class FakeExecutor:
     """An unsplit chain of the suite's stages, with a gradient that can be spoiled."""
 
     def __init__(self, spoil: float) -> None:
-        params = {"forward_s": 0.0, "backward_s": 0.0, "width": 3}
-        self.stages = [suite_pipeline.TorchStage(index, 3, params) for index in range(3)]
-        self.x = torch.randn(2, 3, generator=torch.Generator().manual_seed(1), dtype=suite_pipeline.DTYPE)
+        params = {"forward_s": 1e-6, "input_s": 1e-6, "weight_s": 1e-6, "width": 3}
+        self.stages = [pipeline_stages.TorchStage(index, 3, params) for index in range(3)]
+        self.x = torch.randn(2, 3, generator=torch.Generator().manual_seed(1), dtype=pipeline_stages.DTYPE)
         self.spoil = spoil
 
     def step(self) -> float:
@@ -289,6 +319,9 @@ class FakeExecutor:
             y = stage(y)
         loss = y.sum() / self.x.shape[0]
         loss.backward()
+        for stage in self.stages:
+            assert stage.weight.grad is None
+            stage.take_work()()
         self.stages[1].weight.grad *= self.spoil
         return loss.item()
 
@@ -296,32 +329,79 @@ class FakeExecutor:
 @pytest.mark.parametrize("spoil", [1.0, 1.0 + 1e-9, 0.5, float("nan")])
 def test_a_wrong_gradient_of_any_stage_is_seen(spoil):
     executor = FakeExecutor(spoil)
-    fine = suite_pipeline.error_of(executor, executor.x, 3) <= suite_pipeline.TOLERANCE
+    fine = pipeline_stages.error_of(executor, executor.x, 3) <= suite_pipeline.TOLERANCE
     assert fine == (spoil == 1.0)
-    assert all(stage.busy_s > 0 for stage in executor.stages)
+    assert all(stage.busy_s > 0 and stage.asleep_cpu_s > 0 for stage in executor.stages)
+
+
+def test_peers_names_of_fused_weights_are_ours():
+    """Gradients of k and v, gate and up are put together under our names, the rest keep theirs."""
+    model = pipeline_model.model_of({"pp": 1})
+    stage = suite_train.Stage(
+        {0: suite_train.Block(model.dim, model.num_heads, model.num_kv_heads, model.ffn_dim, model.norm_eps)},
+        torch.nn.Embedding(model.vocab_size, model.dim), torch.nn.RMSNorm(model.dim),
+        torch.nn.Linear(model.dim, model.vocab_size, bias=False),
+    )  # fmt: skip
+    for number, parameter in enumerate(stage.parameters()):
+        parameter.grad = torch.full_like(parameter, float(number))
+    found = pipeline_model.named_gradients(stage)
+    shapes = parameter_shapes(dataclasses.replace(model, num_layers=1))
+    assert {name: tuple(grad.shape) for name, grad in found.items()} == shapes
+    grads = dict(stage.named_parameters())
+    for ours, names in (("attention.kv", ("attention.k", "attention.v")), ("ffn.gate_up", ("ffn.gate", "ffn.up"))):
+        for index, name in enumerate(names):
+            assert torch.equal(found[f"layers.0.{ours}.weight"][index], grads[f"layers.0.{name}.weight"].grad)
+
+
+def test_the_table_has_ratios_to_plan_and_peer_and_host_times():
+    case = suite_pipeline.cases(False)[1]
+    record = {
+        "plan_s": 0.1, "check": "checked", "samples_s": {"plait": [0.102] * 3, "torch": [0.110] * 3},
+        "busy_s": {"plait": 0.2, "torch": 0.2}, "host_s": {"plait": 0.0192, "torch": 0.0384},
+        "cpu_s": {"plait": 0.02, "torch": 0.04},
+    }  # fmt: skip
+    assert suite_pipeline.num_actions(case.params) == 64
+    result = suite_pipeline.result_of(case, record)
+    failed = suite_pipeline.CaseResult(suite_pipeline.cases(False)[0], "", {}, error="broke\nbadly")
+    lines = suite_pipeline.text([result, failed]).splitlines()
+    cells = [cell.strip() for cell in lines[2].strip("|").split("|")]
+    assert cells == [case.name, "100.0", "1.020", "1.100", "1.078", "100", "200", "2.00"]
+    assert "failed: broke" in lines[3] and lines[-1].startswith("sleep: plan")
+    ours = result.providers["plait"].figures
+    assert ours["bubble"] == pytest.approx(1 - 0.2 / 0.306) and ours["host us/action"] == pytest.approx(100)
+    assert "Schedule1F1B" in result.note
 
 
 PROGRAM = """
 import json, sys
 from plait.bench import suite_pipeline
 from plait.bench.spec import Case, Options
-params = json.loads(sys.argv[1])
-result = suite_pipeline.measure(Case("tiny", params), Options(rounds=2, warmup=1))
-print(json.dumps(result.to_json()["providers"]))
+quick = Options(rounds=2, warmup=1)
+results = [suite_pipeline.measure(Case("tiny", params), quick) for params in json.loads(sys.argv[1])]
+print(json.dumps([result.to_json()["providers"] for result in results]))
 """
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("schedule, chunks", [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
-def test_both_executors_run_and_agree_with_the_closed_form(schedule, chunks):
-    params = dict(schedule=schedule, pp=2, chunks=chunks, microbatches=4, forward_s=1e-4, backward_s=1e-4, width=3)
+def test_both_executors_run_every_schedule_and_agree_with_the_closed_form():
+    """Two ranks, four micro-batches, each schedule asleep, idle; and once the real model under a split backward."""
+    times = dict(forward_s=1e-4, input_s=1e-4, weight_s=1e-4)
+    base = dict(pp=2, microbatches=4, width=3, rounds=9, kind="sleep")
+    cases = [{**base, **times, "schedule": name, "chunks": suite_pipeline.CHUNKS.get(name, 1)} for name in NAMES]
+    none = dict.fromkeys(times, 0.0)
+    cases += [{**cases[1], **none, "kind": "idle"}, {**cases[6], **none, "kind": "model", "width": 0}]
     # in a process of its own: ranks are forked before torch is used
     run = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(params)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", PROGRAM, json.dumps(cases)], capture_output=True, text=True, timeout=240
     )
     assert run.returncode == 0, run.stderr
-    providers = json.loads(run.stdout.splitlines()[-1])
-    assert set(providers) == {"plait", "torch"}
-    for measured in providers.values():
-        assert len(measured["samples_s"]) == 2 and measured["figures"]["slept"] >= 1
-        assert measured["figures"]["step / plan"] > 1 and 0 < measured["figures"]["bubble"] < 1
+    results = json.loads(run.stdout.splitlines()[-1])
+    assert len(results) == len(cases)
+    for params, providers in zip(cases, results, strict=True):
+        assert set(providers) == {"plait", "torch"}
+        for measured in providers.values():
+            figures = measured["figures"]
+            assert len(measured["samples_s"]) == 2 and 0 < figures["host us/action"] <= figures["CPU us/action"]
+            assert ("step / plan" in figures) == (params["kind"] != "idle")
+            if params["kind"] == "sleep":
+                assert figures["slept"] >= 1 and figures["step / plan"] > 1 and 0 < figures["bubble"] < 1
