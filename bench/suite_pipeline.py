@@ -18,7 +18,7 @@ import torch
 
 from plait.bench import pipeline_model, pipeline_stages
 from plait.bench.pipeline_stages import DTYPE, TORCH, schedule_of
-from plait.bench.report import table
+from plait.bench.pipeline_table import NOTES, text
 from plait.bench.spec import Case, CaseResult, Measured, Options, Suite, WrongResultError
 from plait.bench.suite_train import Collector
 from plait.bench.timer import interleave
@@ -117,15 +117,6 @@ def result_of(case: Case, record: Mapping[str, Any]) -> CaseResult:
         figures["wall us/action"] = median(samples) * params["pp"] / actions * 1e6
         providers[name] = Measured(samples, record["check"], figures)
     return CaseResult(case, "plait", providers, NOTES[params["kind"]] + peer_note(params))
-
-
-NOTES = {
-    "sleep": "plan: simulated makespan of the sleeps, messages free; host: CPU time of the rank's thread, sleeping "
-    "left out, per action; CPU: of all its threads; bubble counts all time asleep as busy",
-    "idle": "stages that do nothing: a step is host time alone, with all ranks on this machine's cores",
-    "model": "plan: simulated with the median times of each stage's actions in our own last step, on as few cores as "
-    "this machine has; host and CPU time hold the model's own computing",
-}
 
 
 def peer_note(params: Mapping[str, Any]) -> str:
@@ -231,30 +222,6 @@ class Account:
     def total(self, key: str, rounds: int) -> float:
         """Over the counted rounds, the last ones."""
         return sum(self.notes[key][-rounds:])
-
-
-# ---- the table ---------------------------------------------------------------------------------------------------
-
-HEADER = ["case", "plan, ms", "plait / plan", "torch / plan", "torch / plait", "host us/action", "torch's", "ratio"]
-
-
-def text(results: list[CaseResult]) -> str:
-    """One line a case; "host us/action" of ours, torch's, and torch's over ours."""
-    rows, notes = [], dict[str, str]()
-    for result in results:
-        if result.error:
-            rows.append([result.case.name, *["-"] * 6, f"failed: {result.error.splitlines()[0]}"])
-            continue
-        ours, peer = (result.providers[name] for name in ("plait", "torch"))
-        planned = "plan_s" in ours.figures
-        plan = [f"{ours.figures['plan_s'] * 1e3:.1f}"] if planned else ["-"]
-        plan += [f"{each.figures['step / plan']:.3f}" if planned else "-" for each in (ours, peer)]
-        ratio = median(peer.samples_s) / median(ours.samples_s)
-        host = [each.figures["host us/action"] for each in (ours, peer)]
-        cells = [f"{ratio:.3f}", *(f"{value:.0f}" for value in host), f"{host[1] / host[0]:.2f}"]
-        rows.append([result.case.name, *plan, *cells])
-        notes[result.case.params["kind"]] = NOTES[result.case.params["kind"]]
-    return "\n".join([table(HEADER, rows), *(f"\n{kind}: {note}" for kind, note in notes.items())])
 
 
 SUITE = Suite(

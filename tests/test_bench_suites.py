@@ -22,6 +22,7 @@ from plait.bench import (
     kernel_shapes,
     pipeline_model,
     pipeline_stages,
+    pipeline_table,
     snapshot_peers,
     suite_kernels,
     suite_pipeline,
@@ -30,7 +31,7 @@ from plait.bench import (
 )
 from plait.bench.kernel_work import work
 from plait.bench.problem import EPS, Maker, Peer, Problem
-from plait.bench.spec import Case, Options, WrongResultError
+from plait.bench.spec import Case, CaseResult, Options, WrongResultError
 from plait.model_config import parameter_shapes
 from plait.parallel.schedules import NAMES
 
@@ -362,8 +363,8 @@ def test_the_table_has_ratios_to_plan_and_peer_and_host_times():
     }  # fmt: skip
     assert suite_pipeline.num_actions(case.params) == 64
     result = suite_pipeline.result_of(case, record)
-    failed = suite_pipeline.CaseResult(suite_pipeline.cases(False)[0], "", {}, error="broke\nbadly")
-    lines = suite_pipeline.text([result, failed]).splitlines()
+    failed = CaseResult(suite_pipeline.cases(False)[0], "", {}, error="broke\nbadly")
+    lines = pipeline_table.text([result, failed]).splitlines()
     cells = [cell.strip() for cell in lines[2].strip("|").split("|")]
     assert cells == [case.name, "100.0", "1.020", "1.100", "1.078", "100", "200", "2.00"]
     assert "failed: broke" in lines[3] and lines[-1].startswith("sleep: plan")
@@ -375,7 +376,7 @@ def test_the_table_has_ratios_to_plan_and_peer_and_host_times():
 PROGRAM = """
 import json, sys
 from plait.bench import suite_pipeline
-from plait.bench.spec import Case, Options
+from plait.bench.spec import Case, CaseResult, Options
 quick = Options(rounds=2, warmup=1)
 results = [suite_pipeline.measure(Case("tiny", params), quick) for params in json.loads(sys.argv[1])]
 print(json.dumps([result.to_json()["providers"] for result in results]))
