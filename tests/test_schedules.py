@@ -28,7 +28,7 @@ from plait.parallel.schedules import (
 )
 from plait.parallel.schedules.action import COMPUTE, RECEIVES, SENDS, singles
 from plait.parallel.schedules.machine import carried
-from tests.torch_schedules import torch_csv
+from tests.torch_schedules import StageSizes, torch_csv
 
 SIZES = [(p, m) for p in range(1, 9) for m in range(1, 33)]
 
@@ -43,7 +43,7 @@ def schedules(draw) -> Schedule:
 
 
 def computing(schedule: Schedule) -> list[list[Action]]:
-    return [[a for a in lane if a.op in COMPUTE] for lane in schedule.lanes]
+    return [[a for a in lane if all(s.op in COMPUTE for s in a.singles)] for lane in schedule.lanes]
 
 
 # ---- generators --------------------------------------------------------------------------------------------------
@@ -293,3 +293,51 @@ def test_layer_offsets_follow_the_stage_order_of_chunks():
 def test_fewer_layers_than_stages_is_refused(num_layers, num_stages):
     with pytest.raises(ValueError, match=f"num_layers={num_layers}.*num_stages={num_stages}"):
         split_layers(num_layers, num_stages)
+
+
+# ---- torch's files, both ways ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, ours, chunks",
+    [
+        ("ScheduleInterleaved1F1B", "interleaved", 2),
+        ("ScheduleLoopedBFS", "looped_bfs", 2),
+        ("ScheduleInterleavedZeroBubble", "zb_h1", 1),
+        ("ScheduleZBVZeroBubble", "zb_v", 2),
+        ("ScheduleDualPipeV", "dual_pipe_v", 2),
+    ],
+)
+@pytest.mark.parametrize("p, m", [(2, 4), (4, 8), (4, 16)])
+def test_both_files_that_torch_writes_of_its_schedules_pass(tmp_path, name, ours, chunks, p, m):
+    """`_dump_csv` computing only and lowered by torch, messages and all; the same actions as ours on each rank."""
+    made = getattr(torch_schedules, name)([StageSizes(p, p * chunks, 0) for _ in range(chunks)], m)
+    torch_schedules.PipelineScheduleMulti._dump_csv(made, tmp_path / "plain.csv")
+    made._dump_csv(tmp_path / "lowered.csv", format="compute_comms")
+    plain, lowered = from_csv(tmp_path / "plain.csv"), from_csv(tmp_path / "lowered.csv")
+    assert plain.check() == lowered.check() and lowered.is_lowered and not plain.is_lowered
+    mine = build(ours, p, m)
+    for file in (plain, lowered):
+        assert file.stage_to_rank == mine.stage_to_rank
+        for lane, other in zip(computing(file), computing(mine), strict=True):
+            assert sorted(map(str, singles(lane))) == sorted(map(str, singles(other)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("p, m", [(2, 3), (3, 7), (4, 8)])
+def test_what_torch_writes_after_loading_ours_passes(tmp_path, name, p, m):
+    """Ours in, lowered by torch, out again: its messages pass our check, the actions are those that went in."""
+    schedule = build(name, p, m)
+    schedule.to_csv(tmp_path / "ours.csv")
+    stages = [StageSizes(p, schedule.num_stages, 0) for _ in schedule.stages_of(0)]
+    runtime = torch_schedules._PipelineScheduleRuntime(stages, m)
+    runtime._load_csv(str(tmp_path / "ours.csv"))
+    runtime._dump_csv(str(tmp_path / "theirs.csv"))
+    back = from_csv(tmp_path / "theirs.csv")
+    assert back.check() == schedule.check() and back.is_lowered == (p > 1)
+    assert [[s for s in singles(lane) if s.op in COMPUTE] for lane in back.lanes] == [
+        [s for s in singles(lane) if s.op in COMPUTE] for lane in schedule.lanes
+    ]
+    for kind in (SENDS, RECEIVES):  # as many messages as ours, whoever lowers
+        counted = [sum(a.op in kind for a in lane) for lane in back.lanes]
+        assert counted == [sum(a.op in kind for a in lane) for lane in lower(schedule).lanes]
