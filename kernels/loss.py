@@ -8,9 +8,10 @@ smoothing is never negative. The weight gradient is fp32 (fp64 for fp64). The ch
 The bits are the same where the gradient of the loss is 1; else dx, rounded once, is multiplied and rounded again.
 
 Memory beyond inputs and outputs: 5 bytes per token from forward to backward (lse and whether it counts; 8 in the
-first form: lse and the token's share), and one chunk of logits at a time. On a GPU that is 4 bytes per logit, and for
-the gradient of 16-bit inputs 2 more. The fp32 weight gradient is a buffer too where the weight has 16 bits: 4 bytes
-per element, until it is rounded.
+first form: lse and the token's share), and one chunk of logits at a time, on a GPU 4 bytes per logit, and for the
+gradient of 16-bit inputs 2 more. The first form sums a new weight gradient in fp32, 4 bytes per element, and rounds
+it in the backward; on a GPU the second sums dx in fp32 instead. `weight_grad_out` takes the weight's gradient in
+both, and nothing else as large is made. docs/kernels.md has the peak of each.
 """
 
 from functools import partial
@@ -36,7 +37,7 @@ from plait.kernels.launch import (
     register,
     watched,
 )
-from plait.kernels.loss_chunks import head_grad, head_once, head_stats
+from plait.kernels.loss_chunks import head_grad, head_grad_new, head_once, head_stats
 
 
 def linear_cross_entropy_ref(
@@ -59,15 +60,30 @@ _grad = register(
     head_grad,
     lambda x, *args: x.new_empty(x.shape if args[-1] else (0,)),
 )
+_grad_new = register(
+    "linear_cross_entropy_grad_new(Tensor x, Tensor weight, Tensor target, Tensor lse, Tensor dloss, int vocab_start,"
+    " int num_classes, float label_smoothing, float z_loss, float softcap, bool need_dx) -> (Tensor, Tensor)",
+    head_grad_new,
+    lambda x, weight, *args: (x.new_empty(x.shape if args[-1] else (0,)), weight.new_empty(weight.shape)),
+)
+
+
+def _once_kernel(
+    x, weight, target, dloss, vocab_start, num_classes, label_smoothing, z_loss, softcap, need_dx, need_dweight, out
+):  # fmt: skip
+    terms = (vocab_start, num_classes, label_smoothing, z_loss, softcap)
+    return head_once(x, weight, target, dloss, *terms, need_dx, need_dweight, None, out)
+
+
 _once = register(
     "linear_cross_entropy_once(Tensor x, Tensor weight, Tensor target, Tensor dloss, int vocab_start,"
-    " int num_classes, float label_smoothing, float z_loss, float softcap, bool need_dx, bool need_dweight)"
-    " -> (Tensor, Tensor, Tensor)",
-    head_once,
+    " int num_classes, float label_smoothing, float z_loss, float softcap, bool need_dx, bool need_dweight,"
+    " Tensor(a!)? out) -> (Tensor, Tensor, Tensor)",
+    _once_kernel,
     lambda x, weight, target, dloss, *args: (
         x.new_empty((3, x.shape[0]), dtype=compute_dtype(x.dtype)),
-        x.new_empty(x.shape if args[-2] else (0,)),
-        weight.new_empty(weight.shape if args[-1] else (0,), dtype=compute_dtype(x.dtype)),
+        x.new_empty(x.shape if args[5] else (0,)),
+        weight.new_empty(weight.shape if args[6] and args[7] is None else (0,), dtype=compute_dtype(x.dtype)),
     ),
 )
 
@@ -110,13 +126,7 @@ def linear_cross_entropy_grad(
         if out is None and need_dweight:
             out = torch.zeros_like(weight, dtype=wide)
         if out is not None:
-            check_device("linear_cross_entropy_grad", x, out=out)
-            if out.dtype not in (wide, x.dtype):
-                raise TypeError(f"linear_cross_entropy_grad: out is {out.dtype}; expected {wide} or {x.dtype}")
-            check(
-                out.shape == weight.shape,
-                lambda: f"linear_cross_entropy_grad: out {tuple(out.shape)} must be {tuple(weight.shape)}",
-            )
+            _check_out("linear_cross_entropy_grad", "out", out, weight)
         dweight = out if need_dweight else None
         dx = _grad(
             x, weight, target, lse, dloss.to(lse.dtype), dweight, vocab_start, num_classes, label_smoothing, z_loss,
@@ -136,42 +146,50 @@ def _check(op: str, x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor)
     )
 
 
+def _check_out(op: str, name: str, out: torch.Tensor, weight: torch.Tensor) -> None:
+    check_device(op, weight, **{name: out})
+    wide = compute_dtype(weight.dtype)
+    if out.dtype not in (wide, weight.dtype):
+        raise TypeError(f"{op}: {name} is {out.dtype}; expected {wide} or {weight.dtype}")
+    check(out.shape == weight.shape, lambda: f"{op}: {name} {tuple(out.shape)} must be {tuple(weight.shape)}")
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Losses per token. Saves x, weight, target (the caller's), lse and what counts: 5 bytes per token."""
 
     @staticmethod
-    def forward(ctx, x, weight, target, ignore_index, terms, all_reduce):
+    def forward(ctx, x, weight, target, ignore_index, terms, all_reduce, home):
         stats = _stats(x, weight, target, terms["vocab_start"], terms["softcap"])
         lse, hit, total = merge_stats(stats, all_reduce)
         counts = target != ignore_index
         ctx.save_for_backward(x, weight, target, lse, counts)
-        ctx.terms = terms
+        ctx.terms, ctx.home = terms, home  # others add into home meanwhile, which a saved tensor would not bear
         return _token_loss((lse, hit, total), counts, terms)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss):
         x, weight, target, lse, counts = ctx.saved_tensors
-        dx, dweight = linear_cross_entropy_grad(
-            x, weight, target, lse, torch.where(counts, dloss, 0.0), need_dx=ctx.needs_input_grad[0],
-            need_dweight=ctx.needs_input_grad[1], **ctx.terms,
-        )  # fmt: skip
-        return dx, None if dweight is None else dweight.to(weight.dtype), None, None, None, None
+        dx, dweight = _late(ctx, x, weight, target, lse, torch.where(counts, dloss, 0.0), *ctx.needs_input_grad[:2])
+        return dx, dweight, None, None, None, None, None
 
 
 class _LinearCrossEntropyOnce(torch.autograd.Function):
     """The reduced loss. Saves 8 bytes per token (lse, its share), dx, dweight in fp32 (fp64); with weights 4 more.
 
     A backward hands over dx and dweight, scaled in place. A second one, over a graph that was kept, makes the logits
-    again. Under the compiler, which may not see tensors leave, they are scaled into new ones.
+    again. Under the compiler, which may not see tensors leave, they are scaled into new ones. With `home` there is no
+    dweight: the forward has added it there, for a gradient of the loss of `loss_grad`.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, target, weights, ignore_index, terms, reduction, all_reduce):
+    def forward(ctx, x, weight, target, weights, ignore_index, terms, reduction, all_reduce, home, loss_grad):
         counts = target != ignore_index
         dloss, divisor = _shares(counts, weights, reduction, compute_dtype(x.dtype))
+        if loss_grad is not None:
+            dloss = dloss * loss_grad
         need_dx, need_dweight = ctx.needs_input_grad[:2]
-        wanted = {"need_dx": need_dx, "need_dweight": need_dweight, **terms}
+        wanted = {"need_dx": need_dx, "need_dweight": need_dweight, "out": home if need_dweight else None, **terms}
         if all_reduce is None:
             merged, dx, dweight = _once(x, weight, target, dloss, **wanted)
         else:
@@ -185,7 +203,7 @@ class _LinearCrossEntropyOnce(torch.autograd.Function):
             if reduction == "mean":  # the divisor is a constant where the weights add up to 0
                 constant = torch.where(counts, weights.to(divisor.dtype), 0.0).sum() == 0.0
                 dweights = torch.where(counts, loss - torch.where(constant, 0.0, value), 0.0) / divisor
-        ctx.terms, ctx.held = terms, None
+        ctx.terms, ctx.held, ctx.home, ctx.loss_grad = terms, None, home, loss_grad
         kept = (dx, dweight) if torch.compiler.is_compiling() else ()
         if not kept:
             ctx.held = [dx, dweight]
@@ -196,24 +214,50 @@ class _LinearCrossEntropyOnce(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dvalue):
         x, weight, target, lse, dloss, dweights, *kept = ctx.saved_tensors
-        needs = ctx.needs_input_grad
+        need_dx, need_dweight = ctx.needs_input_grad[:2]
+        factor = dvalue if ctx.loss_grad is None else as_told(dvalue, ctx.loss_grad)
         if kept:
-            dx, dweight = (total * dvalue for total in kept)
+            dx, dweight = (total * factor for total in kept)
         elif ctx.held is not None:
             (dx, dweight), ctx.held = ctx.held, None
             for total in (dx, dweight):
-                _scale_(total, dvalue)
+                _scale_(total, factor)
         else:
-            dx, dweight = linear_cross_entropy_grad(
-                x, weight, target, lse, dloss * dvalue, need_dx=needs[0], need_dweight=needs[1], **ctx.terms
-            )
+            dx, dweight = _late(ctx, x, weight, target, lse, dloss * factor, need_dx, need_dweight)
         return (
-            dx if needs[0] else None,
-            dweight.to(weight.dtype) if needs[1] else None,
+            dx if need_dx else None,
+            dweight.to(weight.dtype) if need_dweight and ctx.home is None else None,
             None,
             None if dweights is None else dweights * dvalue,
-            None, None, None, None,
+            None, None, None, None, None, None,
         )  # fmt: skip
+
+
+def _late(ctx, x, weight, target, lse, dloss, need_dx, need_dweight):
+    """(dx, dweight) of a backward that makes the logits again; dweight is None where ctx.home has taken it."""
+    if need_dweight and ctx.home is None:
+        dx, dweight = _grad_new(x, weight, target, lse, dloss.to(lse.dtype), need_dx=need_dx, **ctx.terms)
+        return (dx if need_dx else None), dweight
+    if not (need_dx or need_dweight):
+        return None, None
+    out = ctx.home if need_dweight else None
+    return linear_cross_entropy_grad(
+        x, weight, target, lse, dloss, out=out, need_dx=need_dx, need_dweight=need_dweight, **ctx.terms
+    )[0], None
+
+
+def as_told(dvalue: torch.Tensor, loss_grad: float | torch.Tensor) -> torch.Tensor:
+    """The factor of gradients made in the forward for `loss_grad`: 1 if the loss gets that, to a millionth, else NaN.
+
+    Where a look at it costs no wait, a ValueError in place of NaN.
+    """
+    wrong = (dvalue - loss_grad).abs() > 1e-6 * dvalue.abs()
+    if not torch.compiler.is_compiling() and _looked_at(dvalue) and bool(wrong):
+        raise ValueError(
+            f"linear_cross_entropy: the gradient of the loss is {float(dvalue)}; expected {float(loss_grad)}, with"
+            " which the forward was told to make the gradients"
+        )
+    return torch.where(wrong, float("nan"), torch.ones_like(dvalue))
 
 
 def _token_loss(merged: tuple[torch.Tensor, ...], counts: torch.Tensor, terms: dict[str, float]) -> torch.Tensor:
@@ -237,21 +281,39 @@ def _shares(
 
 def _scale_(total: torch.Tensor, factor: torch.Tensor) -> None:
     """total *= factor; where a look at the factor costs no wait, a factor of 1 is no pass over memory."""
-    looked_at = factor.device.type == "cpu" and type(factor) is torch.Tensor and not watched()
-    if not looked_at or float(factor) != 1.0:
+    if not _looked_at(factor) or float(factor) != 1.0:
         total.mul_(factor)
 
 
-def _wanted(grad_in_forward: bool | None, x: torch.Tensor, weight: torch.Tensor, reduction: str, local: bool) -> bool:
-    """Whether both gradients are made in the forward."""
+def _looked_at(value: torch.Tensor) -> bool:
+    return value.device.type == "cpu" and type(value) is torch.Tensor and not watched()
+
+
+def _in_forward(
+    grad_in_forward: bool | None, x: torch.Tensor, weight: torch.Tensor, reduction: str, local: bool,
+    weight_grad_out: torch.Tensor | None, loss_grad: float | torch.Tensor | None,
+) -> bool:  # fmt: skip
+    """Whether both gradients are made in the forward; ValueError where they cannot be."""
+    op = "linear_cross_entropy"
     check(
-        not grad_in_forward or reduction != "none",
-        lambda: "linear_cross_entropy: grad_in_forward needs a reduction; expected 'sum' or 'mean', got 'none'",
+        not (grad_in_forward or loss_grad is not None) or reduction != "none",
+        lambda: f"{op}: grad_in_forward and loss_grad need a reduction; expected 'sum' or 'mean', got 'none'",
     )
+    check(
+        not (grad_in_forward and weight_grad_out is not None and loss_grad is None),
+        lambda: f"{op}: grad_in_forward with weight_grad_out needs loss_grad, the gradient that the loss will get",
+    )
+    check(
+        grad_in_forward is not False or loss_grad is None,
+        lambda: f"{op}: loss_grad is for gradients made in the forward; expected None with grad_in_forward=False",
+    )
+    if weight_grad_out is not None:
+        _check_out(op, "weight_grad_out", weight_grad_out, weight)
     if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
         return False
     if grad_in_forward is None:
-        return local and reduction != "none" and x.dtype is not torch.float16
+        whole = local and weight_grad_out is None and x.dtype is not torch.float16
+        return loss_grad is not None or (whole and reduction != "none")
     return grad_in_forward
 
 
@@ -270,6 +332,8 @@ def linear_cross_entropy(
     reduction: str = "mean",
     all_reduce: AllReduce | None = None,
     grad_in_forward: bool | None = None,
+    weight_grad_out: torch.Tensor | None = None,
+    loss_grad: float | torch.Tensor | None = None,
     debug: bool = False,
 ) -> torch.Tensor:
     """Cross entropy of `x[..., D] @ weight[V_local, D]^T` with int64 `target[...]`; logits are never stored.
@@ -282,13 +346,20 @@ def linear_cross_entropy(
     `grad_in_forward` makes both gradients beside the loss, three products in place of four, and keeps them for the
     backward: x's size, 4 (8) bytes per element of weight, and 8 per token in place of 5. By default it is done for a
     reduced loss of a whole vocabulary, but not in fp16, whose gradients need a loss scale before they are rounded.
-    False is right where many forwards come before the first backward; True over shards exchanges twice per chunk and
-    not twice in all.
+    False is right where many forwards come before the first backward, or memory is short; True over shards exchanges
+    twice per chunk and not twice in all.
+
+    `weight_grad_out` [V_local, D], fp32 (fp64) or the weight's dtype, takes the weight's gradient, if the weight
+    requires one: each backward adds it there chunk by chunk, whatever it is asked for, and autograd gets None. Where
+    `loss_grad`, the gradient that this value will get (1 / the divisor, times a loss scale), is known beforehand, the
+    forward adds it, with three products and no buffer of the weight's size, and must have its one backward. Another
+    gradient is then a ValueError on the CPU, and gives a dx of NaN on a GPU.
     """
     _check("linear_cross_entropy", x, weight, target)
     check_options("linear_cross_entropy", target, weight_per_token, label_smoothing, softcap, reduction)
+    early = bool(grad_in_forward) or loss_grad is not None
     check(
-        num_classes is not None or all_reduce is None or not (label_smoothing or debug or grad_in_forward),
+        num_classes is not None or all_reduce is None or not (label_smoothing or debug or early),
         lambda: (
             "linear_cross_entropy: label smoothing, debug and grad_in_forward over shards need num_classes, got None"
         ),
@@ -305,8 +376,10 @@ def linear_cross_entropy(
         vocab_start=vocab_start, num_classes=num_classes, label_smoothing=label_smoothing, z_loss=z_loss,
         softcap=softcap,
     )  # fmt: skip
-    if _wanted(grad_in_forward, x, weight, reduction, all_reduce is None):
+    if _in_forward(grad_in_forward, x, weight, reduction, all_reduce is None, weight_grad_out, loss_grad):
         weights = None if weight_per_token is None else weight_per_token.reshape(-1)
-        return _LinearCrossEntropyOnce.apply(rows, weight, flat, weights, ignore_index, terms, reduction, all_reduce)
-    loss = _LinearCrossEntropy.apply(rows, weight, flat, ignore_index, terms, all_reduce)
+        return _LinearCrossEntropyOnce.apply(
+            rows, weight, flat, weights, ignore_index, terms, reduction, all_reduce, weight_grad_out, loss_grad
+        )
+    loss = _LinearCrossEntropy.apply(rows, weight, flat, ignore_index, terms, all_reduce, weight_grad_out)
     return reduce_losses(loss.view(target.shape), target != ignore_index, weight_per_token, reduction)

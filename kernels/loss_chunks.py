@@ -1,10 +1,12 @@
 """The head's product and its loss in chunks of tokens, on one vocabulary shard: direct functions without checks.
 
-Three of them: the statistics, the gradients given the log-sum-exp (the logits are made again: four products with the
-statistics'), and both in one walk (three products) for a caller who knows beforehand how each token's loss counts.
-What is differentiable and checked is loss.py. The one idea: a chunk of logits exists at a time, and the gradients of
-chunks are added up in fp32, so that no number of chunks costs digits. On a GPU a chunk has `_GPU_CHUNK_ELEMENTS`
-logits, or `_GPU_CHUNK_ROWS` tokens where that is more.
+Four of them: the statistics; the gradients given the log-sum-exp (the logits are made again: four products with the
+statistics'), added into a given weight gradient or as new tensors; and all in one walk (three products) for a caller
+who knows beforehand how each token's loss counts. What is differentiable and checked is loss.py. The one idea: one
+chunk of logits exists at a time, and the gradients of chunks are added up in fp32, so that no number of chunks costs
+digits. A chunk is some tokens with the whole vocabulary, and the weight gradient is what is added up; but for a new
+one of 16 bits on a GPU it is a slice of the vocabulary with all tokens, and dx is: an fp32 sum of T D numbers in
+place of V D. docs/kernels.md has the peak of each form.
 """
 
 from collections.abc import Callable
@@ -24,20 +26,38 @@ _CHUNK_ELEMENTS = 1 << 24
 # Logits of the plain path that are copied at a time for their statistics: 2^18 are 1 MiB in fp32, which a core's
 # cache keeps (derived; in one thread of a CPU no faster than whole chunks, but without a second one).
 _CACHED_ELEMENTS = 1 << 18
-# On a GPU each chunk reads and writes the whole weight gradient, 8 bytes per element, beside 2 FLOP per element and
-# token: 744 tokens balance them at 800 TFLOP/s and 4.3 TB/s (derived), so a chunk has at least 768. With a vocabulary
-# of 128k that is 0.6 GB in all, a tenth of what plain torch needs for 4096 tokens. Whole tiles of 128 tokens.
-_GPU_CHUNK_ELEMENTS, _GPU_CHUNK_ROWS, _GPU_TILE = 3 << 25, 768, 128
+# On a GPU each chunk of tokens reads and writes the whole weight gradient, 8 bytes per element, beside 2 FLOP per
+# element and token: 744 tokens balance them at 800 TFLOP/s and 4.3 TB/s (derived), so a chunk has at least 768. With
+# 1536 that traffic is a sixth of the three products' time even where nothing overlaps it; more tokens gain little.
+# Between them, what fits into a tenth of plain torch's 12 bytes per logit: 6 per logit of a chunk, and dx. At least
+# 2^23 logits, 256 tiles of 128 x 256, fill the card. Whole tiles of 128 tokens.
+_GPU_CHUNK_ROWS, _GPU_MOST_ROWS, _GPU_TILE, _GPU_LEAST_ELEMENTS = 768, 1536, 128, 1 << 23
+# A slice of the vocabulary reads and writes an fp32 dx, 8 bytes per element, beside 8 FLOP per element and class: at
+# those rates 186 classes balance them, and 4096 make it a twentieth. Fewer where there are few tokens: an eighth of
+# them, which at 8192 tokens fits all into a tenth of plain torch (derived), but no less than 2^23 logits.
+_GPU_SLICE_COLS, _GPU_SLICE_SHARE = 4096, 8
 # Rows of a chunk start at multiples of this many logits, so that accesses are wide for every vocabulary.
 _ALIGNED = 16
 
 
-def _chunks(num_rows: int, num_local: int, on_gpu: bool = False) -> list[slice]:
+def _chunks(num_rows: int, num_local: int, num_cols: int = 0, on_gpu: bool = False) -> list[slice]:
+    """The tokens of each chunk of logits; `num_cols` is D."""
+    most = _CHUNK_ELEMENTS // max(1, num_local)
     if on_gpu:
-        step = max(_GPU_CHUNK_ROWS, _GPU_CHUNK_ELEMENTS // max(1, num_local) // _GPU_TILE * _GPU_TILE)
-    else:
-        step = max(1, _CHUNK_ELEMENTS // max(1, num_local))
+        fitting = num_rows // 5 - num_rows * num_cols // (3 * max(1, num_local))
+        most = max(_GPU_CHUNK_ROWS, min(_GPU_MOST_ROWS, fitting), _GPU_LEAST_ELEMENTS // max(1, num_local))
+        most = most // _GPU_TILE * _GPU_TILE
+        num_chunks = max(1, -(-num_rows // most))
+        most = -(-num_rows // (num_chunks * _GPU_TILE)) * _GPU_TILE  # of one length, but for the last
+    step = max(1, most)
     return [slice(i, min(i + step, num_rows)) for i in range(0, num_rows, step)]
+
+
+def _slices(num_rows: int, num_local: int, on_gpu: bool) -> list[slice]:
+    """The classes of each slice of the vocabulary: on a CPU one of all."""
+    step = max(_GPU_LEAST_ELEMENTS // max(1, num_rows), min(_GPU_SLICE_COLS, num_rows // _GPU_SLICE_SHARE))
+    step = max(1, step // _GPU_TILE) * _GPU_TILE if on_gpu else max(1, num_local)
+    return [slice(i, min(i + step, num_local)) for i in range(0, num_local, step)]
 
 
 def _cached(s: torch.Tensor) -> list[slice]:
@@ -81,7 +101,7 @@ def head_stats(
         stats.zero_()
         stats[0] = float("-inf")
     elif use_triton(x):
-        chunks = _chunks(x.shape[0], weight.shape[0], x.is_cuda)
+        chunks = _chunks(x.shape[0], weight.shape[0], x.shape[1], x.is_cuda)
         room = _chunk_like(x, chunks, weight.shape[0], stats.dtype)
         for rows in chunks:
             s = _logits_into(x[rows], weight, room[: rows.stop - rows.start])
@@ -118,7 +138,7 @@ def _grad_chunks(
     dweight: torch.Tensor | None, options: tuple[int, int, float, float, float], dx: torch.Tensor | None,
 ) -> None:  # fmt: skip
     """`head_grad` by Triton: the gradient goes over the logits, 16-bit inputs' into a second, narrow chunk."""
-    chunks = _chunks(x.shape[0], weight.shape[0], x.is_cuda)
+    chunks = _chunks(x.shape[0], weight.shape[0], x.shape[1], x.is_cuda)
     room = _chunk_like(x, chunks, weight.shape[0], lse.dtype)
     narrow = room if x.dtype == lse.dtype else _chunk_like(x, chunks, weight.shape[0], x.dtype)
     for rows in chunks:
@@ -128,16 +148,51 @@ def _grad_chunks(
         _add_gradients(x[rows], weight, grad, None if dx is None else dx[rows], dweight)
 
 
+def head_grad_new(
+    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, dloss: torch.Tensor,
+    vocab_start: int, num_classes: int, label_smoothing: float, z_loss: float, softcap: float, need_dx: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dx, empty without need_dx, dweight), both new and in x's dtype, without checks or graph.
+
+    16-bit ones on a GPU by slices of the vocabulary: dweight is written once, as it is, by a product over all tokens,
+    and dx is summed in fp32. Beyond the results that takes 4 bytes per element of x, and 6 per logit of a slice.
+    """
+    options = (vocab_start, num_classes, label_smoothing, z_loss, softcap)
+    slices = _slices(x.shape[0], weight.shape[0], x.is_cuda)
+    if x.dtype == lse.dtype or len(slices) < 2 or not x.shape[0]:
+        wide = weight.new_zeros(weight.shape, dtype=lse.dtype)
+        dx = head_grad(x, weight, target, lse, dloss, wide, *options, need_dx)
+        return dx, wide.to(weight.dtype)
+    dweight = weight.new_empty(weight.shape)
+    total = torch.empty(x.shape if need_dx else (0,), dtype=lse.dtype, device=x.device)
+    rooms = [x.new_empty((x.shape[0], slices[0].stop), dtype=dtype) for dtype in (lse.dtype, x.dtype)]
+    for part in slices:
+        s, grad = (room[:, : part.stop - part.start] for room in rooms)
+        shard = weight[part]
+        _logits_into(x, shard, s)
+        here = (vocab_start + part.start, *options[1:])
+        if use_triton(x):
+            grad_launch(s, target, lse, dloss, *here, grad).run()
+        else:
+            grad.copy_(plain_grad(capped(s, softcap), target, lse, dloss, *here))
+        wgrad_into(x, grad, dweight[part], False)
+        if need_dx:  # grad @ shard
+            wgrad_into(shard, grad.t(), total, part.start > 0)
+    del rooms, s, grad
+    return total.to(x.dtype), dweight
+
+
 def head_once(
     x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, dloss: torch.Tensor, vocab_start: int,
     num_classes: int, label_smoothing: float, z_loss: float, softcap: float, need_dx: bool, need_dweight: bool,
-    merge: Merge | None = None,
+    merge: Merge | None = None, out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(merged statistics [3, N] as `merge_stats`, dx, dweight fp32 (fp64)) with three products; unneeded ones empty.
 
-    `dloss` [N] is how much each token's loss counts. The bits are those of `head_stats` and `head_grad`. Shards
-    exchange in `merge`, once per chunk: a pass for the statistics alone would cost the product that this saves. Their
-    chunks are those of the whole vocabulary, since all ranks must walk alike.
+    With `out` [V_local, D] the weight gradient is added into it, in its own dtype, and dweight is empty. `dloss` [N]
+    is how much each token's loss counts. The bits are those of `head_stats` and `head_grad`. Shards exchange in
+    `merge`, once per chunk: a pass for the statistics alone would cost the product that this saves. Their chunks are
+    those of the whole vocabulary, since all ranks must walk alike.
     """
     wide = compute_dtype(x.dtype)
     num_rows, num_local = x.shape[0], weight.shape[0]
@@ -145,10 +200,12 @@ def head_once(
     dx = x.new_empty(x.shape if need_dx else (0,))
     if not num_local:
         dx.zero_()
-    dweight = weight.new_zeros(weight.shape if need_dweight else (0,), dtype=wide)
     options = (vocab_start, num_classes, label_smoothing, z_loss, softcap)
-    chunks = _chunks(num_rows, num_local if merge is None else num_classes, x.is_cuda)
+    chunks = _chunks(num_rows, num_local if merge is None else num_classes, weight.shape[1], x.is_cuda)
     triton = use_triton(x)
+    made = weight.new_empty if triton and num_rows else weight.new_zeros  # the kernels' first chunk overwrites it
+    dweight = made(weight.shape if need_dweight and out is None else (0,), dtype=wide)
+    home = (dweight if out is None else out) if need_dweight else None
     room = _chunk_like(x, chunks, num_local, wide, _ALIGNED if triton else 1)
     narrow = room if x.dtype == wide or not triton else _chunk_like(x, chunks, num_local, x.dtype)
     product_weight = weight if triton else weight.to(wide)
@@ -162,7 +219,8 @@ def head_once(
         _logits_into(x[rows], product_weight, s)
         make_grad = _once_triton if triton else _once_plain
         make_grad(s, target[rows], dloss[rows], merged[:, rows], options, merge, grad)
-        _add_gradients(x[rows], weight, grad, dx[rows] if need_dx else None, dweight if need_dweight else None)
+        added = out is not None or rows.start > 0
+        _add_gradients(x[rows], weight, grad, dx[rows] if need_dx else None, home, added)
     return merged, dx, dweight
 
 
@@ -190,14 +248,17 @@ def _once_plain(
 
 
 def _add_gradients(
-    x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, dx: torch.Tensor | None, dweight: torch.Tensor | None
-) -> None:
-    """Writes dx and adds into dweight those of a chunk's logits, `grad` [n, V_local]."""
+    x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, dx: torch.Tensor | None, dweight: torch.Tensor | None,
+    accumulate: bool = True,
+) -> None:  # fmt: skip
+    """Writes dx and adds into dweight those of a chunk's logits, `grad` [n, V_local]. Without `accumulate` the
+    kernels overwrite dweight, which plain torch finds zero.
+    """
     narrow = grad.to(x.dtype)
     if dx is not None:
         torch.mm(narrow, weight, out=dx)
     if dweight is not None and use_triton(x):
-        wgrad_into(x, narrow, dweight, True)
+        wgrad_into(x, narrow, dweight, accumulate)
     elif dweight is not None and dweight.dtype == x.dtype:
         dweight.addmm_(narrow.t(), x)
     elif dweight is not None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from plait.kernels import embed, linear, merge_stats, token_loss
 from plait.kernels.launch import compute_dtype
+from plait.kernels.loss import as_told
 from plait.kernels.loss_chunks import head_grad, head_once, head_stats
 from plait.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from plait.parallel.gradients import GradSink, add_use, grad_home, notify
@@ -102,7 +103,8 @@ class VocabParallelHead(nn.Module):
     Options as `plait.kernels.linear_cross_entropy`. Padding never enters the loss: it is cut off before the product.
     With `grad_in_forward` the forward makes both gradients beside the loss: three products, not four. They wait for
     the backward (and, in a split one, the weight's for W): right where few micro-batches lie in between. Over shards
-    the statistics are exchanged once per chunk of tokens.
+    the statistics are exchanged once per chunk of tokens. A forward that is told what gradient the sum will get adds
+    the weight's gradient to where it lives, and makes no [V_local, D] of its own.
     """
 
     def __init__(
@@ -136,21 +138,27 @@ class VocabParallelHead(nn.Module):
             add_use(self.weight)
         self.weight_grads = GradSink()
 
-    def forward(self, x: Tensor, targets: Tensor, weight_per_token: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, targets: Tensor, weight_per_token: Tensor | None = None, *, sum_grad: float | None = None
+    ) -> tuple[Tensor, Tensor]:
         """x [B, T(/tp), D], targets int64 [B, T] -> (sum of the token losses, number of tokens that count).
 
         Both are 0-dim and equal on the whole axis; the sum is fp32 (fp64 for fp64), the count int64. With
         `weight_per_token` [B, T], the same on the whole axis, both are weighted, and differentiable in the weights.
+        `sum_grad` is the gradient that the sum will get (1 / the divisor), for `grad_in_forward`: each such forward
+        must have its backward, and another gradient is an error on the CPU, and NaN on a GPU.
         """
+        if sum_grad is not None and not self.grad_in_forward:
+            raise ValueError(f"sum_grad is {sum_grad}; expected None in a head without grad_in_forward")
         once = self.grad_in_forward and torch.is_grad_enabled()
         if weight_per_token is None:
-            return _Loss.apply(x, self, targets, self.weight, None, once)
+            return _Loss.apply(x, self, targets, self.weight, None, once, sum_grad)
         if weight_per_token.shape != targets.shape:
             raise ValueError(
                 f"weight_per_token {tuple(weight_per_token.shape)} must have targets' shape {tuple(targets.shape)}"
             )
         weights = torch.where(targets != self.ignore_index, weight_per_token.to(compute_dtype(x.dtype)), 0.0)
-        return _Loss.apply(x, self, targets, self.weight, weights, once)[0], weights.sum()
+        return _Loss.apply(x, self, targets, self.weight, weights, once, sum_grad)[0], weights.sum()
 
     @torch.no_grad()
     def logits(self, x: Tensor, *, gather: bool = True) -> Tensor:
@@ -173,13 +181,14 @@ class _Loss(torch.autograd.Function):
     """Saves the gathered input, the targets and one log-sum-exp per token; with weights a loss per token.
 
     One small all-gather carries four numbers per token and rank. Backward makes the logits again in chunks; unless
-    the sink defers, the same chunks give both gradients. With `once` both are made in the forward and held.
+    the sink defers, the same chunks give both gradients. With `once` both are made in the forward and held, but with
+    `sum_grad` only dx is: the weight's is added to where it lives, and the backward announces it.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, layer: VocabParallelHead, targets: Tensor, weight: Tensor, weights: Tensor | None,
-        once: bool,
+        once: bool, sum_grad: float | None,
     ) -> Any:  # fmt: skip
         full = all_gather(x, layer.axis, 1) if layer.sequence_parallel else x
         if targets.shape != full.shape[:-1]:
@@ -187,10 +196,10 @@ class _Loss(torch.autograd.Function):
         rows, flat = full.reshape(-1, full.shape[-1]), targets.reshape(-1)
         counts = flat != layer.ignore_index
         shares = counts if weights is None else weights.reshape(-1)
-        ctx.held = None
+        ctx.held, ctx.sum_grad = None, sum_grad
         if once:
             needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[3])
-            (lse, hit, total), *ctx.held = _shard_once(layer, rows, flat, weight, shares, *needs)
+            (lse, hit, total), *ctx.held = _shard_once(layer, rows, flat, weight, shares, *needs, sum_grad)
         else:
             lse, hit, total = _merge(_shard_stats(layer, rows, flat, weight), layer.axis)
         loss = token_loss(
@@ -211,7 +220,14 @@ class _Loss(torch.autograd.Function):
         work: tuple[Any, ...]
         if ctx.held is not None:  # a graph that is kept makes the logits again the next time
             (dx, dweight), ctx.held = ctx.held, None
-            dx, work = dx.mul_(dsum) if need_dx else None, (_add_held, layer, dweight, dsum)
+            factor, work = dsum, (_add_held, layer, dweight, dsum)
+            if ctx.sum_grad is not None:
+                factor, work = as_told(dsum, ctx.sum_grad), (notify, layer.weight)
+            dx = dx.mul_(factor) if need_dx else None
+        elif ctx.sum_grad is not None:
+            raise RuntimeError(
+                "VocabParallelHead: a second backward of a forward with sum_grad, which adds the gradient"
+            )
         else:
             grad = partial(_shard_grad, layer, rows, flat, weight, lse, dsum * shares)
             together = need_dweight and not sink.deferring
@@ -227,18 +243,24 @@ class _Loss(torch.autograd.Function):
         if need_dweight:
             sink.add(sink.microbatch, *work)
         dweights = None if loss is None else loss * dsum
-        return (None if reducing is None else reducing.wait()), None, None, None, dweights, None
+        return (None if reducing is None else reducing.wait()), None, None, None, dweights, None, None
 
 
 def _shard_once(
     layer: VocabParallelHead, rows: Tensor, targets: Tensor, weight: Tensor, shares: Tensor, need_dx: bool,
-    need_dweight: bool,
+    need_dweight: bool, sum_grad: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """([3, N] as `_merge`, this shard's part of dx [N, D], its dweight), for a gradient of the sum of 1."""
+    """([3, N] as `_merge`, this shard's part of dx [N, D], its dweight), for a gradient of the sum of 1.
+
+    With `sum_grad` for that one, and dweight is empty: it was added to where it lives.
+    """
+    shares, home = shares.to(compute_dtype(rows.dtype)), None
+    if sum_grad is not None:
+        shares, home = shares * sum_grad, grad_home(layer.weight)[: layer.num_valid] if need_dweight else None
     merge = None if layer.axis.size == 1 else partial(_merge, axis=layer.axis)
     return head_once(
-        rows, weight[: layer.num_valid], targets, shares.to(compute_dtype(rows.dtype)), layer.vocab_start,
-        layer.vocab_size, layer.label_smoothing, layer.z_loss, layer.softcap, need_dx, need_dweight, merge,
+        rows, weight[: layer.num_valid], targets, shares, layer.vocab_start, layer.vocab_size,
+        layer.label_smoothing, layer.z_loss, layer.softcap, need_dx, need_dweight, merge, home,
     )  # fmt: skip
 
 

@@ -86,8 +86,13 @@ CASES = {
         (_c(4, 3).t(), _c(0, 4), TOKENS[0], _c(3), _c(3), _c(0, 4), 9, 9, 0.0, 0.0, 0.0, True),
     ],
     "linear_cross_entropy_once": [
-        (_c(3, 4), _c(9, 4), TOKENS[0], _c(3), 0, 9, 0.1, 0.1, 2.0, True, True),
-        (_c(4, 3).t(), _c(9, 4), TOKENS[0], _c(3), 0, 9, 0.0, 0.0, 0.0, False, False),
+        (_c(3, 4), _c(9, 4), TOKENS[0], _c(3), 0, 9, 0.1, 0.1, 2.0, True, True, None),
+        (_c(4, 3).t(), _c(9, 4), TOKENS[0], _c(3), 0, 9, 0.0, 0.0, 0.0, False, False, None),
+        (_c(3, 4), _c(9, 4), TOKENS[0], _c(3), 0, 9, 0.1, 0.1, 2.0, True, True, _c(9, 4)),
+    ],
+    "linear_cross_entropy_grad_new": [
+        (_c(3, 4), _c(9, 4), TOKENS[0], _c(3), _c(3), 0, 9, 0.1, 0.1, 2.0, True),
+        (_c(4, 3).t(), _c(9, 4), TOKENS[0], _c(3), _c(3), 0, 9, 0.0, 0.0, 0.0, False),
     ],
     "l2_norm_squared": [([_c(3), _c(2, 2)],)],
     "adamw_": [
@@ -144,6 +149,7 @@ def test_opcheck(name, arguments):
             "linear_cross_entropy_stats",
             "linear_cross_entropy_grad",
             "linear_cross_entropy_once",
+            "linear_cross_entropy_grad_new",
         ]
     ),
 )

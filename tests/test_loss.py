@@ -16,14 +16,17 @@ from plait.kernels import (
     loss_chunks,
     merge_stats,
 )
+from plait.kernels.loss import as_told
 from tests.cases import TOLERANCE, close, compare, needs_plain, normal
 from tests.loss_cases import (
     CASES,
     OPTIONS,
     LiveBytes,
     check_bad_logits,
+    check_into,
     check_random,
     check_shards_once,
+    check_slices,
     check_weights,
     run_once,
     sharded,
@@ -305,12 +308,126 @@ def test_the_memory_of_gradients_in_the_forward(monkeypatch):
     assert live.peak * 10 <= 12 * 512 * 256
 
 
+@pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("sizes", [(7,), (4, 3), (0, 7), (4, 0, 3)])
 @pytest.mark.parametrize("name", ["plain", "all"])
-def test_shards_make_both_gradients_in_the_forward(monkeypatch, sizes, name):
+def test_shards_make_both_gradients_in_the_forward(monkeypatch, sizes, name, told):
     """All ranks exchange twice per chunk of the whole vocabulary, however many rows their shards have."""
     monkeypatch.setattr(loss_chunks, "_CHUNK_ELEMENTS", 4 * 7)
-    check_shards_once(sizes, OPTIONS[name])
+    check_shards_once(sizes, OPTIONS[name], told)
+
+
+# ---- the weight's gradient added where it lives, and new ones by slices of the vocabulary ----
+
+
+@pytest.mark.parametrize(
+    "form", [{}, {"loss_grad": 0.25}, {"loss_grad": torch.tensor(0.25)}], ids=["late", "told", "tensor"]
+)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_buffer_gets_the_bits_of_the_new_gradient(monkeypatch, name, reduction, dtype, form):
+    check_into(monkeypatch, dict(OPTIONS[name], reduction=reduction), dtype, form)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_slices_of_the_vocabulary_are_at_most_twice_as_far_off_as_plain_torch(monkeypatch, name, dtype):
+    check_slices(monkeypatch, OPTIONS[name], dtype)
+
+
+def test_slices_of_a_shard_and_each_gradient_alone(monkeypatch):
+    """Shard of 21 classes from 10 on; no tokens; no dx."""
+    x, weight, target = normal(9, 4).bfloat16(), normal(40, 4, seed=1).bfloat16(), targets(9, classes=40)
+    shard, lse, dloss = weight[10:31], torch.logsumexp(x.float() @ weight.float().t(), 1), normal(9).float()
+    terms = (10, 40, 0.1, 0.01, 3.0)
+    dx, dweight = loss_chunks.head_grad_new(x, shard, target, lse, dloss, *terms, True)
+    monkeypatch.setattr(loss_chunks, "_slices", lambda rows, num, on_gpu: [slice(0, 8), slice(8, 16), slice(16, num)])
+    for need_dx in (True, False):
+        got = loss_chunks.head_grad_new(x, shard, target, lse, dloss, *terms, need_dx)
+        close(got[1], dweight, torch.bfloat16, "dweight")
+        if need_dx:
+            close(got[0], dx, torch.bfloat16, "dx")
+        else:
+            assert got[0].shape == (0,)
+    nothing = loss_chunks.head_grad_new(x[:0], shard, target[:0], lse[:0], dloss[:0], *terms, True)
+    assert nothing[0].shape == (0, 4) and (nothing[1] == 0).all()
+
+
+def test_a_loss_scale_told_beforehand_keeps_small_fp16_gradients():
+    """A gradient below fp16's smallest number, made in the forward: scaled before it is rounded, not after."""
+    x, weight, target = normal(9, 4).half(), normal(11, 4, seed=1).mul_(1e-6).half(), targets(9)
+    want = run_once(linear_cross_entropy_ref, target, x.double(), weight.double(), factor=2.0**14)
+    got = run_once(linear_cross_entropy, target, x, weight, factor=2.0**14, loss_grad=2.0**14)
+    lost = run_once(linear_cross_entropy, target, x, weight, factor=2.0**14, grad_in_forward=True)
+    assert (got[1].double() - want[1]).norm() <= 2e-3 * want[1].norm() < (lost[1].double() - want[1]).norm()
+
+
+def test_micro_batches_add_to_one_buffer_in_any_order():
+    """Both forwards before the first backward, which writes what the other has seen."""
+    out, weight = torch.full((11, 4), 5.0, dtype=torch.float64), normal(11, 4, seed=1).requires_grad_()
+    parts, target = [normal(9, 4, seed=s).requires_grad_() for s in (2, 3)], targets(9)
+    losses = [linear_cross_entropy(x, weight, target, weight_grad_out=out) for x in parts]
+    for loss in losses:
+        loss.backward()
+    plain = sum(linear_cross_entropy_ref(x, weight, target) for x in parts)
+    torch.testing.assert_close(out - 5.0, torch.autograd.grad(plain, weight)[0])
+    assert weight.grad is None
+
+
+@pytest.mark.parametrize("how", [{}, {"loss_grad": 1.0}])
+def test_every_backward_over_a_kept_graph_adds_once(how):
+    """The first one finds what the forward has added."""
+    x, weight, target = normal(9, 4).requires_grad_(), normal(11, 4, seed=1).requires_grad_(), targets(9)
+    _, dx, dweight = run_once(linear_cross_entropy, target, x, weight)
+    out = torch.zeros_like(dweight)
+    value = linear_cross_entropy(x, weight, target, weight_grad_out=out, **how)
+    for count in (1, 2, 3):
+        got = torch.autograd.grad(value, (x, weight), retain_graph=True, allow_unused=True)
+        assert torch.equal(got[0], dx) and got[1] is None
+        torch.testing.assert_close(out, count * dweight)
+
+
+def test_what_needs_no_gradient_leaves_the_buffer_alone():
+    x, weight, target, out = normal(9, 4), normal(11, 4, seed=1), targets(9), torch.zeros(11, 4, dtype=torch.float64)
+    for how in ({}, {"loss_grad": 1.0}):
+        leaf = x.clone().requires_grad_()
+        linear_cross_entropy(leaf, weight, target, weight_grad_out=out, **how).backward()
+        assert leaf.grad is not None
+        with torch.no_grad():
+            linear_cross_entropy(x, weight.clone().requires_grad_(), target, weight_grad_out=out, **how)
+    assert (out == 0).all()
+
+
+def test_another_gradient_than_was_told_is_an_error_or_nan():
+    x, weight, target = normal(9, 4).requires_grad_(), normal(11, 4, seed=1).requires_grad_(), targets(9)
+    value = linear_cross_entropy(x, weight, target, loss_grad=1.0 / 3.0)
+    with pytest.raises(ValueError, match="gradient of the loss is 0.5; expected 0.333"):
+        (0.5 * value).backward(retain_graph=True)
+    (value / 3.0).backward()
+    with LiveBytes():  # where nobody may look at a value, as on a GPU
+        factors = [as_told(torch.tensor(g), 0.5) for g in (0.5, 0.25)]
+    assert float(factors[0]) == 1.0 and bool(factors[1].isnan())
+
+
+@needs_plain
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", [{}, {"loss_grad": 0.5}])
+def test_a_buffer_compiles_to_one_graph(how):
+    target = targets(9)
+
+    def run(op):
+        out = torch.zeros(11, 4, dtype=torch.float64)
+        x, weight = normal(9, 4).requires_grad_(), normal(11, 4, seed=1).requires_grad_()
+        value = op(x, weight, target, out)
+        value.backward()
+        return value.detach(), x.grad, out
+
+    def step(x, weight, target, out):
+        return 0.5 * linear_cross_entropy(x, weight, target, weight_grad_out=out, **how)
+
+    for a, b in zip(run(torch.compile(step, fullgraph=True, backend="aot_eager")), run(step), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_weight_gradient_over_chunks_is_summed_in_fp32(monkeypatch):
@@ -425,18 +542,20 @@ def test_any_shape_options_and_shards(case):
 
 
 def test_the_rows_of_a_gpu_chunk_and_its_bytes():
-    """Whole tiles, at least 768 tokens. Plain torch holds 12 bytes per logit: log-softmax, two gradients."""
-    for num_rows, num_local, step in ((4096, 128_256, 768), (8192, 16_032, 6272), (99_999, 300_000, 768), (5, 1, 5)):
-        chunks = loss_chunks._chunks(num_rows, num_local, on_gpu=True)
+    """Whole tiles, most of one length, 768 to 1536 tokens by memory, and more for a small vocabulary. Its rows begin
+    at multiples of 16 logits."""
+    for num_rows, num_local, step in (
+        (4096, 128_256, 768), (8192, 128_256, 1408), (16_384, 128_256, 1536), (1024, 128_256, 512),
+        (8192, 16_032, 896), (99_999, 300_000, 1536), (8192, 1000, 8192), (5, 1, 5),
+    ):  # fmt: skip
+        chunks = loss_chunks._chunks(num_rows, num_local, 4096, on_gpu=True)
         assert chunks[0].stop == step and chunks[-1].stop == num_rows
         assert sum(c.stop - c.start for c in chunks) == num_rows
         assert all(c.stop - c.start == step for c in chunks[:-1])
-    longest = loss_chunks._chunks(4096, 128_256, on_gpu=True)[0].stop
-    assert (4 + 2) * longest * 10 < 12 * 4096
     room = loss_chunks._chunk_like(
-        torch.empty(4096, 1, device="meta"), loss_chunks._chunks(4096, 50_257, True), 50_257, torch.half
+        torch.empty(4096, 1, device="meta"), loss_chunks._chunks(4096, 50_257, 768, True), 50_257, torch.half
     )
-    assert room.shape == (1920, 50_257) and room.stride() == (50_272, 1)
+    assert room.shape == (768, 50_257) and room.stride() == (50_272, 1)
 
 
 def test_bad_input_is_refused():
@@ -466,7 +585,27 @@ def test_bad_input_is_refused():
         (
             lambda: linear_cross_entropy(x, weight, target, reduction="none", grad_in_forward=True),
             ValueError,
-            "grad_in_forward needs a reduction",
+            "grad_in_forward and loss_grad need a reduction",
+        ),
+        (
+            lambda: linear_cross_entropy(x, weight, target, weight_grad_out=weight.double()),
+            TypeError,
+            "weight_grad_out is torch.float64; expected torch.float32",
+        ),
+        (
+            lambda: linear_cross_entropy(x, weight, target, weight_grad_out=x),
+            ValueError,
+            r"weight_grad_out \(3, 4\) must be \(5, 4\)",
+        ),
+        (
+            lambda: linear_cross_entropy(x, weight, target, weight_grad_out=weight, grad_in_forward=True),
+            ValueError,
+            "needs loss_grad",
+        ),
+        (
+            lambda: linear_cross_entropy(x, weight, target, loss_grad=1.0, grad_in_forward=False),
+            ValueError,
+            "loss_grad is for gradients made in the forward",
         ),
     ):
         with pytest.raises(error, match=text):

@@ -22,6 +22,13 @@ def _inputs(rows, cols, classes, dtype):
     return x.to(DEVICE), weight.to(DEVICE), target.to(DEVICE)
 
 
+def small_chunks(monkeypatch):
+    """Chunks of 128 tokens and slices of 128 classes."""
+    for name in ("_GPU_CHUNK_ROWS", "_GPU_MOST_ROWS", "_GPU_SLICE_COLS"):
+        monkeypatch.setattr(loss_chunks, name, 128)
+    monkeypatch.setattr(loss_chunks, "_GPU_LEAST_ELEMENTS", 0)
+
+
 def _gradients(function, *inputs):
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     value = function(*leaves)
@@ -31,8 +38,7 @@ def _gradients(function, *inputs):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("classes", [50_257, 32_000])
 def test_at_most_twice_as_far_off_as_plain_torch_and_the_same_twice(dtype, classes, monkeypatch):
-    monkeypatch.setattr(loss_chunks, "_GPU_CHUNK_ELEMENTS", 0)
-    monkeypatch.setattr(loss_chunks, "_GPU_CHUNK_ROWS", 128)
+    small_chunks(monkeypatch)
     *inputs, target = _inputs(300, 256, classes, dtype)
     plain = torch.nn.functional.cross_entropy
     ours = [_gradients(lambda x, w: linear_cross_entropy(x, w, target), *inputs) for _ in range(2)]
@@ -71,8 +77,7 @@ def test_peak_memory_is_one_chunk_beyond_the_results():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_made_in_the_forward_have_the_bits_of_those_made_in_the_backward(dtype, monkeypatch):
-    monkeypatch.setattr(loss_chunks, "_GPU_CHUNK_ELEMENTS", 0)
-    monkeypatch.setattr(loss_chunks, "_GPU_CHUNK_ROWS", 128)
+    small_chunks(monkeypatch)
     x, weight, target = _inputs(300, 256, 50_257, dtype)
     late, early = (run_once(linear_cross_entropy, target, x, weight, grad_in_forward=form) for form in (False, True))
     assert all(torch.equal(a, b) for a, b in zip(late, early, strict=True))

@@ -213,6 +213,8 @@ def test_every_entry_point_names_every_option():
         "num_classes",
         "all_reduce",
         "grad_in_forward",
+        "weight_grad_out",
+        "loss_grad",
     }
     for function in (cross_entropy, linear_cross_entropy):
         assert set(inspect.signature(function).parameters) - other == names | {"reduction"}

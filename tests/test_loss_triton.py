@@ -30,8 +30,10 @@ from tests.loss_cases import (
     LiveBytes,
     accuracy,
     check_bad_logits,
+    check_into,
     check_random,
     check_shards_once,
+    check_slices,
     check_weights,
     exchange_of,
     run_once,
@@ -429,10 +431,27 @@ def test_gradients_made_in_the_forward_have_the_bits_of_those_made_in_the_backwa
 
 
 @marked(*interpreted)
+@pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("sizes", [(4, 3), (4, 0, 3)])
-def test_shards_make_both_gradients_in_the_forward(monkeypatch, sizes):
+def test_shards_make_both_gradients_in_the_forward(monkeypatch, sizes, told):
     monkeypatch.setattr(loss_chunks, "_CHUNK_ELEMENTS", 4 * 7)
-    check_shards_once(sizes, OPTIONS["all"])
+    check_shards_once(sizes, OPTIONS["all"], told)
+
+
+@marked(*interpreted)
+@pytest.mark.parametrize("form", [{}, {"loss_grad": 0.25}], ids=["late", "told"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_buffer_gets_the_bits_of_the_new_gradient(monkeypatch, dtype, form):
+    with support(dtype):
+        check_into(monkeypatch, OPTIONS["all"], dtype, form)
+
+
+@marked(*interpreted)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["plain", "all", "ignored"])
+def test_slices_of_the_vocabulary_are_at_most_twice_as_far_off_as_plain_torch(monkeypatch, name, dtype):
+    with support(dtype):
+        check_slices(monkeypatch, OPTIONS[name], dtype)
 
 
 @marked(*interpreted)

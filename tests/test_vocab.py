@@ -4,6 +4,7 @@ Cases: (V, tp, options), each with and without sequence parallelism
     12, 1 / 12, 4    divides                          11, 2    one padding row on the last rank
     3, 4             the last rank has no valid row   10, 2    label smoothing over the whole vocabulary
     50257, 2         an odd vocabulary of training    grad_in_forward: both gradients beside the loss
+    told: the forward knows the gradient of the sum, and adds the weight's to where it lives
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from plait.kernels import loss_chunks as loss_kernels
 from plait.parallel.mesh import Axis, Mesh
@@ -32,6 +34,8 @@ CASES = [
     (11, 2, {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 2.0}),
     (12, 1, {"grad_in_forward": True}),
     (3, 4, {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 2.0, "grad_in_forward": True}),
+    (11, 2, {"label_smoothing": 0.1, "grad_in_forward": True, "told": True}),
+    (3, 4, {"softcap": 2.0, "z_loss": 1e-3, "grad_in_forward": True, "told": True}),
     (50_257, 2, {}),
 ]
 
@@ -56,6 +60,8 @@ def on_ranks(rank: int, tp: int, vocab: int, sequence_parallel: bool, tied: bool
     """Loss, count, logits, full gradients of embedding and head on this rank; the loss is divided by the count."""
     mesh = Mesh.create(tp=tp) if tp > 1 else Mesh.single()
     axis = mesh.axis("tp")
+    told = options.get("told", False)
+    options = {name: value for name, value in options.items() if name != "told"}
     common = {"sequence_parallel": sequence_parallel, "dtype": torch.float64}
     embed = VocabParallelEmbedding(vocab, D, axis, **common)
     head = VocabParallelHead(D, vocab, axis, tied=embed if tied else None, **common, **options)
@@ -68,7 +74,7 @@ def on_ranks(rank: int, tp: int, vocab: int, sequence_parallel: bool, tied: bool
     tokens, targets = batch(vocab)
     hidden = embed(tokens)
     hidden.retain_grad()
-    loss, count = head(torch.tanh(hidden), targets)
+    loss, count = head(torch.tanh(hidden), targets, sum_grad=1.0 / int((targets != -100).sum()) if told else None)
     (loss / count).backward()
     head.weight_grads.run(0), embed.weight_grads.run(0)
     return {
@@ -151,11 +157,11 @@ def test_a_rank_without_a_single_class_takes_part():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("once", [False, True, "told"])
 @pytest.mark.parametrize("deferring", [False, True])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_tied_head_adds_to_the_embedding_and_is_announced_once(tp, deferring, once):
-    arguments = (tp, 11, True, True, deferring, {"grad_in_forward": once})
+    arguments = (tp, 11, True, True, deferring, {"grad_in_forward": bool(once), "told": once == "told"})
     wanted = plain(11, True, {})
     for result in run_ranks(tp, on_ranks, *arguments) if tp > 1 else [on_ranks(0, *arguments)]:
         torch.testing.assert_close(result["embed"], wanted["embed"], **TOLERANCE)
@@ -163,12 +169,13 @@ def test_a_tied_head_adds_to_the_embedding_and_is_announced_once(tp, deferring, 
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("once", [False, True, "told"])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_deferred_weight_gradients_of_the_vocabulary_have_the_same_bits(tp, once):
     results = []
     for deferring in (False, True):
-        arguments = (tp, 11, True, False, deferring, {"label_smoothing": 0.1, "grad_in_forward": once})
+        options = {"label_smoothing": 0.1, "grad_in_forward": bool(once), "told": once == "told"}
+        arguments = (tp, 11, True, False, deferring, options)
         results.append(run_ranks(tp, on_ranks, *arguments)[0] if tp > 1 else on_ranks(0, *arguments))
     for name in ("loss", "embed", "head"):
         assert torch.equal(results[0][name], results[1][name]), name
@@ -235,18 +242,26 @@ def test_label_smoothing_counts_the_whole_vocabulary_not_the_shard():
     torch.testing.assert_close(got, reference.grad, rtol=1e-6, atol=1e-6)
 
 
+def _tensors(*values: object) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
+
+
 class Largest(TorchDispatchMode):
-    """Notes the number of elements of the largest tensor that any op returns."""
+    """Notes the number of elements of the largest tensor that any op returns, and of the largest new one."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.numel = 0
+        self.numel = self.new = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(value, torch.Tensor):
                 self.numel = max(self.numel, value.numel())
+                if not any(
+                    value.untyped_storage()._cdata == x.untyped_storage()._cdata for x in _tensors(args, kwargs)
+                ):
+                    self.new = max(self.new, value.numel())
         return result
 
 
@@ -260,6 +275,35 @@ def test_logits_of_all_tokens_never_exist_at_once(monkeypatch):
     with Largest() as largest:
         head(x, targets)[0].backward()
     assert largest.numel <= 64 * 8
+
+
+def test_a_forward_that_knows_the_gradient_of_the_sum_makes_no_weight_gradient_of_its_own(monkeypatch):
+    """16 tokens, 96 classes of width 32: nothing of the weight's size beside the main gradient."""
+    monkeypatch.setattr(loss_kernels, "_CHUNK_ELEMENTS", 256)
+    head = VocabParallelHead(32, 96, Axis.single(), grad_in_forward=True)
+    head.reset_parameters(0, 0.5, "head")
+    x, targets = torch.randn(1, 16, 32, requires_grad=True), torch.randint(96, (1, 16))
+    grads = []
+    for told in (None, 0.5):
+        head.weight.main_grad = torch.zeros(96, 32)
+        with Largest() as largest:
+            (0.5 * head(x, targets, sum_grad=told)[0]).backward()
+        assert (largest.new >= 96 * 32) == (told is None)
+        grads.append(head.weight.main_grad)
+    assert torch.equal(*grads)
+
+
+def test_a_gradient_of_the_sum_other_than_told_and_a_second_backward_are_refused():
+    head = VocabParallelHead(D, 11, Axis.single(), grad_in_forward=True)
+    x, targets = torch.randn(1, 4, D, requires_grad=True), torch.zeros(1, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="gradient of the loss is 1.0; expected 0.5"):
+        head(x, targets, sum_grad=0.5)[0].backward()
+    value = 0.5 * head(x, targets, sum_grad=0.5)[0]
+    value.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second backward of a forward with sum_grad"):
+        value.backward()
+    with pytest.raises(ValueError, match="sum_grad is 0.5; expected None in a head without grad_in_forward"):
+        VocabParallelHead(D, 11, Axis.single())(x, targets, sum_grad=0.5)
 
 
 def test_shards_start_where_the_box_says_also_past_the_end():
