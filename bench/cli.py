@@ -21,7 +21,7 @@ import torch
 from plait.bench import aa, cli_views, gate, outputs, providers, report, runner, settings
 from plait.bench import compare as comparing
 from plait.bench.progress import Progress
-from plait.bench.result_file import read
+from plait.bench.pytest_json import read_any as read
 from plait.bench.spec import Options, Suite
 from plait.bench.verdict import Rule
 
@@ -68,7 +68,7 @@ def parser(chosen: settings.Settings | None = None) -> argparse.ArgumentParser:
         command.add_argument("--only", default="", metavar="TEXT", help="only the cases whose name contains TEXT")
         for kind in ("json", "csv", "md"):
             command.add_argument(f"--{kind}", type=Path, metavar="DIR", help=f"write DIR/SUITE.{kind}")
-    compare = commands.add_parser("compare", help="ratios and verdicts of two result files of one suite")
+    compare = commands.add_parser("compare", help="ratios and verdicts of two result files, or pytest-benchmark's")
     compare.add_argument("base", type=Path, metavar="BASE")
     compare.add_argument("head", type=Path, metavar="HEAD")
     compare.add_argument(
@@ -78,7 +78,6 @@ def parser(chosen: settings.Settings | None = None) -> argparse.ArgumentParser:
     compare.add_argument("--reference", default="", metavar="PROVIDER", help="the provider to compare through")
     compare.add_argument("--strict", action="store_true", help="exit 3 where a case is INCONCLUSIVE")
     gating = gate.add_parser(commands)
-    compare.add_argument("--junit", type=Path, metavar="FILE", help="write the verdicts as JUnit")
     itself = commands.add_parser("aa", help="a thing against itself: how often a verdict is false")
     itself.add_argument(
         "--device", choices=("fake", "cpu", "cuda"), default="cpu", help="fake: simulated noise models"
@@ -88,6 +87,8 @@ def parser(chosen: settings.Settings | None = None) -> argparse.ArgumentParser:
     itself.add_argument("--processes", type=int, default=5, help="fresh processes a run (default 5)")
     itself.add_argument("--rounds", type=int, default=20, help="in each process (default 20)")
     itself.add_argument("--seed", type=int, default=0)
+    for command in (compare, gating):
+        command.add_argument("--junit", type=Path, metavar="FILE", help="write the verdicts as JUnit")
     for command in (compare, itself, gating):
         command.add_argument("--alpha", type=float, default=Rule.alpha, help="chance of a false alarm in the suite")
         command.add_argument("--bound", type=float, default=Rule.bound, help="least relative change that matters")
@@ -178,10 +179,7 @@ def compare(args: argparse.Namespace, command: str) -> int:
         "controls": [row.to_json() for row in found.controls],
     }
     show(args, text, comparing.HEADER, [*cells, *(row.cells() for row in found.controls)], content)
-    entries = outputs.verdicts_of(base.suite, found)
-    args.ci.publish(entries, "\n\n".join(text) + "\n", sys.stdout)
-    if args.junit:
-        report.write_text(args.junit, outputs.junit(entries))
+    tell(args, outputs.verdicts_of(base.suite, found), text)
     if code == comparing.REGRESSION and confirm is None:
         print("plait bench: not confirmed; measure both again and give --confirm BASE2 HEAD2", file=sys.stderr)
     return code
@@ -227,7 +225,15 @@ def gated(args: argparse.Namespace, command: str) -> int:
         load(name)
     code, text, rows, content = gate.outcome(args, rule_of(args))
     show(args, text, gate.HEADER, rows, {"command": command, **content})
+    tell(args, outputs.gate_entries(rows), text)
     return code
+
+
+def tell(args: argparse.Namespace, entries: list[outputs.Entry], text: list[str]) -> None:
+    """Tells the CI server, and writes JUnit where it is asked for."""
+    args.ci.publish(entries, "\n\n".join(text) + "\n", sys.stdout)
+    if args.junit:
+        report.write_text(args.junit, outputs.junit(entries))
 
 
 def at_least(args: argparse.Namespace, **least: int) -> None:

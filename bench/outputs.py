@@ -62,6 +62,14 @@ def verdicts_of(suite: str, found: Comparison) -> list[Entry]:
     return result
 
 
+def gate_entries(rows: list[list[str]]) -> list[Entry]:
+    """An entry a line of the gate: what, name, text, "ok" or "FAIL"."""
+    return [
+        Entry("gate", f"{what}: {name}", OK if state == "ok" else FAILED, "" if state == "ok" else text)
+        for what, name, text, state in rows
+    ]
+
+
 def junit(entries: list[Entry]) -> str:
     """JUnit's XML, as CI servers read it: a test suite a suite, a test case an entry."""
     root = ElementTree.Element("testsuites")

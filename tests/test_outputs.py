@@ -47,6 +47,11 @@ def test_an_entry_a_verdict():
     assert failed[0].status == FAILED
 
 
+def test_an_entry_a_line_of_the_gate():
+    found = outputs.gate_entries([["time", "x", "1.2 x", "FAIL"], ["launches", "y", "2 -> 1", "ok"]])
+    assert found == [Entry("gate", "time: x", FAILED, "1.2 x"), Entry("gate", "launches: y", OK)]
+
+
 def test_junit_counts_and_keeps_every_entry():
     text = outputs.junit([*outputs.entries_of("s", RESULTS), Entry("t", "x\x00y", WARNING, "INCONCLUSIVE")])
     root = ElementTree.fromstring(text)
