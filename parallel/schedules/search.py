@@ -107,7 +107,8 @@ def search(
     least, best = float("inf"), None
     for price, schedule in itertools.chain(_named(task), _listed(task)):
         prices = shared(costs, schedule)
-        peaks = [float(peak) for peak in peak_memory(schedule, prices)]
+        sizes = _sizes(schedule, prices)  # as floats: exact fractions cost seconds here
+        peaks = [round(float(peak), 9) for peak in peak_memory(schedule, replace(prices, activation=sizes))]
         least = min(least, max(peaks))
         limits = task.limits(schedule, prices)
         fits = all(peak <= limit + 1e-9 * max(1.0, limit) for peak, limit in zip(peaks, limits, strict=True))
