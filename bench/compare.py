@@ -127,6 +127,7 @@ def compare(
     controls = [] if through else control_rows(base, head, list(decisions), rule)
     moved = {row.case: row for row in controls if row.decision and row.decision.suspect}
     rows = [blame_machine(row, moved[row.case]) if row.case in moved else row for row in rows]
+    rows = [throttled(row, base, head) for row in rows]
     rows += [Row(name, "-", "", Verdict.INCONCLUSIVE, "new: not in base") for name in head.cases.keys() - base.cases]
     return Comparison(rows, controls, machine)
 
@@ -222,6 +223,18 @@ def control_rows(base: ResultFile, head: ResultFile, names: list[str], rule: Rul
 
 def decided(row: Row, decision: Decision) -> Row:
     return replace(row, verdict=decision.verdict, note=decision.reason, decision=decision)
+
+
+def throttled(row: Row, base: ResultFile, head: ResultFile) -> Row:
+    """Returns the row with a note of the samples that a throttled device gave; they count like all others."""
+    if row.decision is None:
+        return row
+    counts = [len(file.cases[row.case].providers[row.provider].throttled) for file in (base, head)]
+    if not any(counts):
+        return row
+    return replace(
+        row, note="; ".join(filter(None, [row.note, "THROTTLED samples: {} of base, {} of head".format(*counts)]))
+    )
 
 
 def blame_machine(row: Row, control: Row) -> Row:

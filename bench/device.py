@@ -1,14 +1,30 @@
-"""Which machine a number belongs to: processor, memory, GPU, versions, commit. Facts only; measures nothing."""
+"""Which machine a number belongs to: processor, memory, GPU, versions, commit; and how the GPU is while it works.
+
+The machine's facts are stable ones: none is a reading (a clock, a temperature, a load), which would make every run a
+machine of its own. What is read beside samples is `gpu_sensor`'s. Measures nothing.
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import importlib.util
 import os
 import platform
+import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from plait.bench.timer import Condition, unknown
+
+# nvmlClocksEventReasons (nvml.h): power cap, hardware slowdown, thermal in software and hardware, power brake.
+THROTTLED = 0x4 | 0x8 | 0x20 | 0x40 | 0x80
+GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
+CARD_FACTS = ("driver_version", "power.limit", "clocks.max.sm", "memory.total")  # as nvidia-smi names them
 
 
 def fingerprint() -> dict[str, Any]:
@@ -21,14 +37,65 @@ def fingerprint() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": package_version("triton"),
+        "ptxas": ptxas_version(),
+        "governor": GOVERNOR.read_text().strip() if GOVERNOR.exists() else "unknown",
         "gpus": [],
     }
     if torch.cuda.is_available():
+        told = card_facts()
         for index in range(torch.cuda.device_count()):
             card = torch.cuda.get_device_properties(index)
-            facts["gpus"].append({"name": card.name, "memory_gib": round(card.total_memory / 2**30)})
+            gpu = {"name": card.name, "memory_gib": round(card.total_memory / 2**30)}
+            facts["gpus"].append(gpu | (told[index] if index < len(told) else {}))
         facts["cuda"] = torch.version.cuda
     return facts
+
+
+@functools.cache
+def card_facts() -> list[dict[str, str]]:
+    """Returns driver, power limit, highest SM clock and memory of each card by nvidia-smi; none where it is not."""
+    query = ["nvidia-smi", f"--query-gpu={','.join(CARD_FACTS)}", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return []  # a container without the tool: the names of torch remain
+    return parse_cards(said)
+
+
+def parse_cards(said: str) -> list[dict[str, str]]:
+    """Returns a dict a line of nvidia-smi's answer."""
+    names = [name.replace(".", "_") for name in CARD_FACTS]
+    lines = [[cell.strip() for cell in line.split(",")] for line in said.splitlines() if line.strip()]
+    return [dict(zip(names, cells, strict=True)) for cells in lines]
+
+
+@functools.cache
+def ptxas_version() -> str:
+    """Returns the version of the assembler in triton's wheel, 'absent' where there is none."""
+    found = importlib.util.find_spec("triton")
+    tool = Path(found.origin).parent / "backends/nvidia/bin/ptxas" if found and found.origin else Path()
+    if not tool.is_file():
+        return "absent"
+    said = subprocess.run([tool, "--version"], capture_output=True, text=True, check=True).stdout
+    match = re.search(r"V(\d+\.\d+\.\d+)", said)
+    return match.group(1) if match else "unknown"
+
+
+def gpu_sensor(index: int = 0) -> Callable[[], Condition]:
+    """Returns a reader of a card's SM clock, power and throttle reasons by NVML; of nothing where pynvml is not."""
+    if not torch.cuda.is_available() or importlib.util.find_spec("pynvml") is None:
+        return unknown
+    import pynvml
+
+    pynvml.nvmlInit()
+    card = pynvml.nvmlDeviceGetHandleByIndex(index)
+
+    def read() -> Condition:
+        clock = float(pynvml.nvmlDeviceGetClockInfo(card, pynvml.NVML_CLOCK_SM))
+        watts = pynvml.nvmlDeviceGetPowerUsage(card) / 1e3
+        return Condition(clock, watts, bool(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(card) & THROTTLED))
+
+    return read
 
 
 def cpu_model() -> str:
@@ -50,14 +117,24 @@ def package_version(name: str) -> str:
 
 
 def source_commit() -> dict[str, Any]:
-    """Returns the commit of this file's checkout and whether tracked files differ from it; 'unknown' outside git."""
+    """Returns the commit of this file's checkout, whether tracked files differ from it ('unknown' outside git), and a
+    hash of the kernels' source, by which results of a dirty tree are told apart."""
     folder = Path(__file__).resolve().parent
+    kernels = kernel_hash(folder.parent / "kernels")
     try:
         head = run_git(folder, "rev-parse", "HEAD")
         changed = run_git(folder, "status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.CalledProcessError):
-        return {"commit": "unknown", "dirty": True}
-    return {"commit": head, "dirty": bool(changed)}
+        return {"commit": "unknown", "dirty": True, "kernels": kernels}
+    return {"commit": head, "dirty": bool(changed), "kernels": kernels}
+
+
+def kernel_hash(folder: Path) -> str:
+    """Returns 16 hex digits of the names and texts of the folder's Python files."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.py")):
+        digest.update(f"{path.name}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
 
 
 def run_git(folder: Path, *args: str) -> str:

@@ -13,6 +13,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from plait.bench.timer import Condition
+
 
 @dataclass(frozen=True)
 class Noise:
@@ -56,7 +58,8 @@ class FakeDevice:
     """One process's view of the device. Times in seconds, sizes in bytes.
 
     clock_start: SM clock at first, 1 when warm. throttle_after_s: busy time after which the clock falls to
-    throttled_clock until as much idle time has passed. slow: factor on every kernel of this process.
+    throttled_clock until as much idle time has passed. slow: factor on every kernel of this process. persisting: a
+    window of L2 that a flush does not reach, left by another kernel.
     """
 
     def __init__(
@@ -70,9 +73,10 @@ class FakeDevice:
         throttle_after_s: float = math.inf,
         throttled_clock: float = 0.8,
         slow: float = 1.0,
+        persisting: bool = False,
     ) -> None:
         self.noise, self.random = noise or Noise(), random.Random(seed)
-        self.launch_s, self.l2_bytes, self.slow = launch_s, l2_bytes, slow
+        self.launch_s, self.l2_bytes, self.slow, self.persisting = launch_s, l2_bytes, slow, persisting
         self.clock_start, self.throttle_after_s, self.throttled_clock = clock_start, throttle_after_s, throttled_clock
         self.now_s = 0.0  # host
         self.done_s = 0.0  # device: when the queue is empty
@@ -91,13 +95,18 @@ class FakeDevice:
         """Waits for the queue."""
         self.now_s = max(self.now_s, self.done_s)
 
+    def sensor(self) -> Condition:
+        """What a card's own sensors say after the last kernel: a warm, quiet SM clock is 1000 MHz."""
+        throttled = bool(self.throttled and self.throttled[-1])
+        return Condition(1000.0 * self.clock_rate(self.done_s, throttled), 500.0, throttled)
+
     def idle(self, seconds: float) -> None:
         """Lets the host sleep, and the device cool."""
         self.now_s += seconds
 
     def flush(self) -> None:
-        """Overwrites all of L2 on the device, at 4 TB/s."""
-        self.bytes_touched += self.l2_bytes
+        """Overwrites all of L2 on the device, at 4 TB/s; of a persisting window nothing is lost."""
+        self.bytes_touched += 0 if self.persisting else self.l2_bytes
         self.enqueue(self.l2_bytes / 4e12)
 
     def kernel(

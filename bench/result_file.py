@@ -1,6 +1,7 @@
 """Reads result files, schema version 1, into the values of spec.py, and unites those of several processes.
 
-Fields that later versions of the tool added (error, invalid, processes, cache) may be missing; whatever else is
+Fields that later versions of the tool added (error, invalid, processes, cache, throttled, clocks_mhz, watts) may be
+missing; whatever else is
 missing or of the wrong kind is one error that names the file and the place. Writing is report.py's.
 """
 
@@ -115,6 +116,9 @@ def measured_of(place: str, raw: Any) -> Measured:
         raise ValueError(f"{place}.processes: {len(processes)} entries for {len(samples)} samples")
     if not all(isinstance(value, int) and value >= 0 for value in processes):
         raise ValueError(f"{place}.processes: need numbers of processes, 0 and up")
+    throttled = get(raw, place, "throttled", list, [])
+    if not all(isinstance(value, int) and 0 <= value < len(samples) for value in throttled):
+        raise ValueError(f"{place}.throttled: need indices of samples, 0 to {len(samples) - 1}")
     skipped = get(raw, place, "skipped", str, "")
     if not samples and not skipped:
         raise ValueError(f"{place}.samples_s: is empty, and no reason under skipped")
@@ -125,7 +129,18 @@ def measured_of(place: str, raw: Any) -> Measured:
         skipped,
         get(raw, place, "invalid", str, ""),
         processes,
+        throttled,
+        *(beside(raw, place, name, len(samples)) for name in ("clocks_mhz", "watts")),
     )
+
+
+def beside(raw: Any, place: str, name: str, count: int) -> list[float]:
+    """Returns the numbers beside `count` samples, or none."""
+    values: list[float] = get(raw, place, name, list, [])
+    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    if not numbers or len(values) not in (0, count):
+        raise ValueError(f"{place}.{name}: need a number for each of {count} samples, or none")
+    return values
 
 
 def united(runs: list[list[CaseResult]]) -> list[CaseResult]:
@@ -149,7 +164,18 @@ def united(runs: list[list[CaseResult]]) -> list[CaseResult]:
                 skipped,
                 next((part.invalid for part in parts if part.invalid), ""),
                 [] if skipped else [i for i, part in enumerate(parts) for _ in part.samples_s],
+                *([[], [], []] if skipped else conditions(parts)),
             )
         ours = first.ours or next((result.ours for result in results if result.ours), "")
         cases.append(CaseResult(first.case, ours, providers, first.note, error, first.cache))
     return cases
+
+
+def conditions(parts: list[Measured]) -> list[list[Any]]:
+    """Returns throttled, clocks_mhz and watts of all processes; the last two only where every process has them."""
+    throttled, offset = [], 0
+    for part in parts:
+        throttled += [offset + index for index in part.throttled]
+        offset += len(part.samples_s)
+    clocks, watts = [part.clocks_mhz for part in parts], [part.watts for part in parts]
+    return [throttled, *([x for one in each for x in one] if all(each) else [] for each in (clocks, watts))]

@@ -52,7 +52,8 @@ class Measured:
     """What one provider did in one case: all samples in seconds, how its result was checked, further figures by name.
 
     `skipped` is the reason when it could not run; then there are no samples. `invalid` is the reason why its samples
-    cannot be true. `processes` names the process of each sample, 0, 1, ...; empty: all are of one.
+    cannot be true. `processes` names the process of each sample, 0, 1, ...; empty: all are of one. `throttled`: the
+    indices of samples taken while the device held its clock down; clocks_mhz, watts: beside the samples, where known.
     """
 
     samples_s: list[float] = field(default_factory=list)
@@ -61,6 +62,9 @@ class Measured:
     skipped: str = ""
     invalid: str = ""
     processes: list[int] = field(default_factory=list)
+    throttled: list[int] = field(default_factory=list)
+    clocks_mhz: list[float] = field(default_factory=list)
+    watts: list[float] = field(default_factory=list)
 
     def by_process(self) -> list[list[float]]:
         """Returns the samples of each process, in the order taken."""

@@ -16,11 +16,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from plait.bench.device import gpu_sensor
 from plait.bench.kernel_jobs import Contender, Job, Results, adamw_job, problem_job
 from plait.bench.kernel_shapes import cases as shaped
 from plait.bench.providers import NOT_ASKED, left_out
 from plait.bench.spec import Case, CaseResult, Measured, Options, Suite, WrongResultError
-from plait.bench.timer import interleave
+from plait.bench.timer import record, sampled, unknown, warm_up
 
 # Largest error, as a share of the largest entry of the oracle's result. fp32: sums of up to 4096 products in another
 # order; bf16: 8 bits of mantissa, rounded a few times on the way.
@@ -68,10 +69,14 @@ def measure(case: Case, options: Options) -> CaseResult:
     options = rounds_within(options.budget_s, time.monotonic() - begun, turn_s, options)
     for block in blocks.values():
         block.kept_turn = options.warmup + order.randrange(options.rounds)
-    samples = interleave({name: block.run for name, block in blocks.items()}, options, sync=sync)
+    sensor = gpu_sensor() if p["device"] == "cuda" else unknown
+    for name, block in blocks.items() if p["device"] == "cuda" else ():
+        warmth = warm_up(block.contender.call, sync=sync, sensor=sensor)
+        providers[name].figures |= {"warm-up s": warmth.seconds, "steady": float(warmth.steady)}
+    samples = sampled({name: block.run for name, block in blocks.items()}, options, sync=sync, sensor=sensor)
     for name, block in blocks.items():
         check(name, block.contender, block.kept_results(), wanted, tolerance)
-        providers[name].samples_s = [seconds / block.size for seconds in samples[name]]
+        record(providers[name], samples[name], block.size)
         providers[name].figures["calls/sample"] = block.size
     note = f"host_wall, {p['device']}, {torch.get_num_threads()} CPU threads, cache hot"
     ordered = dict(sorted(providers.items(), key=lambda item: item[0] != "plait"))
