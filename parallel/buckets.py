@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,7 @@ class Bucket:
     zero: int
     steps: tuple[Axis, ...] = ()
     late: bool = False
+    main: ClassVar[Tensor | None] = None  # master weights are the optimizer's own
     params: Tensor = field(init=False)
     grads: Tensor = field(init=False)  # of everything, or with `shards_grads` of this rank's shard
     full: Tensor | None = field(default=None, init=False)  # with `shards_grads`: where a micro-batch's gradients go

@@ -14,23 +14,28 @@ bucket of plain parameters is summed after every micro-batch instead (sharded_gr
 from __future__ import annotations
 
 import logging
-import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from plait.kernels import l2_norm_squared
 from plait.parallel.buckets import Bucket, Slot, fill, layout_of, overlap
-from plait.parallel.collectives import all_gather, all_reduce
+from plait.parallel.collectives import all_gather
+from plait.parallel.grad_norm import clip_factor, grid_norm, norm_power_of
 from plait.parallel.gradients import grad_home
 from plait.parallel.mesh import Mesh
 from plait.parallel.placement import Placement, placement_of
+from plait.parallel.schedules import Op, Schedule
+from plait.parallel.schedules.action import singles
 from plait.parallel.sharded_adamw import ShardedAdamW
 from plait.parallel.sharded_grads import GradShards
+
+if TYPE_CHECKING:
+    from plait.parallel.fully_sharded import ShardedParam
 
 __all__ = ["DataParallel", "Shard", "ShardedAdamW", "clip_factor", "decays"]
 
@@ -54,7 +59,7 @@ class Shard:
     flat: tuple[int, int]
     replica: tuple[int, int]
     primary: bool
-    bucket: Bucket
+    bucket: Bucket | ShardedParam
     start: int
     stop: int
 
@@ -82,13 +87,13 @@ class DataParallel:
         if zero not in (0, 1, 2):
             raise ValueError(
                 f"zero={zero} must be 0 (nothing sharded), 1 (optimizer state) or 2 (gradients too); "
-                "for 3 see plait.parallel.fully_sharded"
+                "3 is plait.parallel.fully_sharded.FullySharded"
             )
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes={bucket_bytes} must be at least 1")
         self.mesh, self.zero = mesh, zero
         self.axis = mesh.axis(*([name for name in ("dp", "cp") if name in mesh.sizes] or ["dp"]))
-        self._tied_ranks = self._check_tied(tied or {}, tied_ranks)
+        self._tied_ranks = tied_pair(tied or {}, tied_ranks, mesh)
         slots = self._slots(stages, tied or {}, decay)
         self.buckets = self._build(slots, bucket_bytes)
         self._check_layout()
@@ -105,20 +110,6 @@ class DataParallel:
                 slot.param.register_post_accumulate_grad_hook(_take_grad)
 
     # ---- construction ----
-
-    def _check_tied(self, tied: Mapping[int, nn.Parameter], ranks: tuple[int, ...] | None) -> tuple[int, ...]:
-        if not tied:
-            return ()
-        pp = self.mesh.axis("pp")
-        ends = (self.mesh.rank,) if len(tied) > 1 else (pp.ranks[0], pp.ranks[-1])  # in V shape one rank has both
-        ranks = tuple(sorted(set(ranks or ends)))
-        if len({id(param) for param in tied.values()}) > 1:
-            raise ValueError(
-                "tied: this rank holds two copies of the tied weight; let its stages share one Parameter"
-            )
-        if self.mesh.rank not in ranks:
-            raise ValueError(f"tied: rank {self.mesh.rank} holds a copy, but tied_ranks={ranks} do not name it")
-        return ranks if len(ranks) > 1 else ()
 
     def _slots(
         self, stages: Mapping[int, nn.Module], tied: Mapping[int, nn.Parameter], decay: Callable[[str, Tensor], bool]
@@ -264,23 +255,13 @@ class DataParallel:
 
         Each element is counted by one rank of the grid, the same one whatever the ZeRO stage.
         """
-        if p not in (1.0, 2.0, float("inf")):
-            raise ValueError(f"p={p} must be 1, 2 or inf")
         parts = []
         for bucket in self.buckets:
             for counted, start, stop in bucket.runs(lambda slot: slot.counted):
                 common = overlap((start, stop), bucket.shard)
                 if counted and common:
                     parts.append(bucket.grads_in(*common))
-        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for dtype in (torch.float32, torch.float64):
-            some = [part for part in parts if part.dtype == dtype]
-            if some and p == 2.0:
-                total += l2_norm_squared(some)
-            elif some:
-                norms = torch.stack(torch._foreach_norm(some, p))
-                total = total + norms.sum() if p == 1.0 else torch.maximum(total, norms.max().double())
-        return total
+        return norm_power_of(parts, p, self.mesh.device)
 
     def norm_squared(self) -> Tensor:
         """This rank's part of the squared norm, fp64, 0-dim: the sum over the world is the squared norm."""
@@ -288,9 +269,7 @@ class DataParallel:
 
     def grad_norm(self, p: float = 2.0) -> Tensor:
         """The norm of all gradients of the grid, fp64, 0-dim, the same on every rank; collective over the world."""
-        world = self.mesh.axis(*self.mesh.grid.names)
-        total = all_reduce(self.norm_power(p), world, "max" if p == float("inf") else "sum")
-        return total.sqrt() if p == 2.0 else total
+        return grid_norm(self.norm_power(p), self.mesh, p)
 
     def shards(self) -> Iterator[Shard]:
         """Yields the owned part of every parameter, without padding; parts that are empty are left out."""
@@ -317,15 +296,32 @@ class DataParallel:
                 )
 
 
-def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What to multiply the gradients by so that their norm is at most `max_norm`; 0-dim, of the norm's dtype.
+def tied_pair(tied: Mapping[int, nn.Parameter], ranks: tuple[int, ...] | None, mesh: Mesh) -> tuple[int, ...]:
+    """Returns the ranks to sum a tied weight's gradient over, () unless two hold a copy. ValueError for misuse."""
+    if not tied:
+        return ()
+    pp = mesh.axis("pp")
+    ends = (mesh.rank,) if len(tied) > 1 else (pp.ranks[0], pp.ranks[-1])  # in V shape one rank has both
+    ranks = tuple(sorted(set(ranks or ends)))
+    if len({id(param) for param in tied.values()}) > 1:
+        raise ValueError("tied: this rank holds two copies of the tied weight; let its stages share one Parameter")
+    if mesh.rank not in ranks:
+        raise ValueError(f"tied: rank {mesh.rank} holds a copy, but tied_ranks={ranks} do not name it")
+    return ranks if len(ranks) > 1 else ()
 
-    A norm that is not finite gives NaN, never a silent zero: the caller skips such a step.
-    """
-    if not max_norm > 0.0:
-        raise ValueError(f"max_norm is {max_norm}; it must be above 0")
-    factor = (max_norm / norm).clamp(max=1.0)
-    return torch.where(norm.isfinite(), factor, torch.full_like(norm, math.nan))
+
+def check_zero3(sizes: Mapping[str, int], schedule: Schedule | None = None) -> None:
+    """Raises ValueError, with the reason and what would do, for a grid or a schedule that zero=3 cannot have."""
+    lanes = () if schedule is None else schedule.lanes
+    if schedule is not None and any(action.op in (Op.I, Op.W) for lane in lanes for action in singles(lane)):
+        raise ValueError(
+            f"zero=3 with schedule {schedule.name}: it splits backward, and FSDP2 scatters the gradients at the end "
+            "of I, before W has made them; use zero=2, or a schedule with whole backwards"
+        )
+    if sizes.get("cp", 1) > 1:
+        raise ValueError(f"zero=3 shards over dp alone, and cp={sizes['cp']}; use zero=2")
+    if sizes.get("dp", 1) < 2:
+        raise ValueError("zero=3 shards over dp, which has one rank; use zero=0")
 
 
 def _take_grad(param: nn.Parameter) -> None:

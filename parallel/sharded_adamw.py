@@ -25,6 +25,7 @@ from plait.parallel.placement import Placement
 
 if TYPE_CHECKING:
     from plait.parallel.data import DataParallel
+    from plait.parallel.fully_sharded import FullySharded, ShardedParam
 
 
 @dataclass(frozen=True)
@@ -59,23 +60,28 @@ class _State:
 class ShardedAdamW:
     """AdamW with decoupled weight decay. `steps` counts the updates done and is part of the state to save."""
 
-    def __init__(self, dp: DataParallel, *, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8) -> None:
+    def __init__(
+        self, dp: DataParallel | FullySharded, *, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8
+    ) -> None:
         if not (0.0 <= betas[0] < 1.0 and 0.0 <= betas[1] < 1.0):
             raise ValueError(f"betas={betas} must both be in [0, 1)")
         if eps <= 0.0:
             raise ValueError(f"eps={eps} must be above 0")
         self.dp, self.betas, self.eps = dp, betas, eps
         self.steps = 0
-        self._states = [self._new_state(bucket) for bucket in dp.buckets]
+        self._buckets: list[Bucket | ShardedParam] = [*dp.buckets]
+        self._states = [self._new_state(bucket) for bucket in self._buckets]
         self._step_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._write_hooks: OrderedDict[int, Callable[[Sequence[Tensor]], Any]] = OrderedDict()
         self.refresh_master()
 
     @staticmethod
-    def _new_state(bucket: Bucket) -> _State:
+    def _new_state(bucket: Bucket | ShardedParam) -> _State:
         start, stop = bucket.owned
         like = bucket.grads_in(start, stop)
-        master = torch.empty_like(like) if bucket.params.dtype != bucket.grads.dtype else None
+        master = bucket.main
+        if master is None and bucket.params.dtype != like.dtype:
+            master = torch.empty_like(like)
         return _State(master, torch.zeros_like(like), torch.zeros_like(like))
 
     # ---- hooks ----
@@ -109,14 +115,19 @@ class ShardedAdamW:
             hook(self, (lr, weight_decay, grad_scale), {})
         self.steps += 1
         gathers = []
-        for bucket, state in zip(self.dp.buckets, self._states, strict=True):
+        for bucket, state in zip(self._buckets, self._states, strict=True):
             self._update(bucket, state, lr, weight_decay, grad_scale)
             gathers.append(self._start_gather(bucket))
         for gather in gathers:
             gather.wait()
 
     def _update(
-        self, bucket: Bucket, state: _State, lr: float, weight_decay: float, grad_scale: Tensor | float | None
+        self,
+        bucket: Bucket | ShardedParam,
+        state: _State,
+        lr: float,
+        weight_decay: float,
+        grad_scale: Tensor | float | None,
     ) -> None:
         first, last = bucket.owned
         self._before_write(bucket.params[first:last], state.master, state.exp_avg, state.exp_avg_sq)
@@ -140,7 +151,7 @@ class ShardedAdamW:
                 grad_scale=grad_scale,
             )
 
-    def _start_gather(self, bucket: Bucket) -> Handle:
+    def _start_gather(self, bucket: Bucket | ShardedParam) -> Handle:
         """Starts to bring the bucket's shards of the weights to all dp ranks; nothing to do without ZeRO."""
         first, last = bucket.owned
         if bucket.zero and bucket.axis.size > 1:
@@ -153,7 +164,7 @@ class ShardedAdamW:
     @torch.no_grad()
     def refresh_master(self) -> None:
         """Sets the master weights from the parameters: after someone else has written those."""
-        for bucket, state in zip(self.dp.buckets, self._states, strict=True):
+        for bucket, state in zip(self._buckets, self._states, strict=True):
             if state.master is not None:
                 self._before_write(state.master)
                 first, last = bucket.owned
@@ -162,12 +173,12 @@ class ShardedAdamW:
     @torch.no_grad()
     def gather_params(self) -> None:
         """Brings each dp rank's shard of the weights to all, after `pieces` were restored; nothing without ZeRO."""
-        for gather in [self._start_gather(bucket) for bucket in self.dp.buckets]:
+        for gather in [self._start_gather(bucket) for bucket in self._buckets]:
             gather.wait()
 
     def pieces(self) -> Iterator[Piece]:
         """Yields what this rank has to save or restore, in a fixed order."""
-        states = dict(zip(self.dp.buckets, self._states, strict=True))
+        states = dict(zip(self._buckets, self._states, strict=True))
         for shard in self.dp.shards():
             state, first = states[shard.bucket], shard.bucket.owned[0]
             here = slice(shard.start - first, shard.stop - first)

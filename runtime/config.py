@@ -82,7 +82,7 @@ HELP = {
     "schedule": f"pipeline schedule: {', '.join(NAMES)}, or a CSV file of `plait schedule`",
     "chunks": "stages a rank holds under interleaved and looped_bfs",
     "recompute": f"activations to recompute: {', '.join(RECOMPUTE)}",
-    "zero": "0: every dp rank holds the whole optimizer state; 1: it is sharded over dp; 2: gradients too",
+    "zero": "sharded over dp: 0 nothing, 1 the optimizer state, 2 gradients too, 3 weights too (FSDP2)",
     "sequence_parallel": "split norms and dropout over tp along the sequence",
     "seed": "root seed of weights, data order and dropout",
     "dtype": f"dtype of weights and activations: {', '.join(DTYPES)}",
@@ -223,7 +223,7 @@ def _check(config: RunConfig) -> None:
     for name, valid in (
         ("recompute", RECOMPUTE),
         ("dtype", DTYPES),
-        ("zero", (0, 1, 2)),
+        ("zero", (0, 1, 2, 3)),
         ("save", SAVE),
     ):
         if getattr(config, name) not in valid:

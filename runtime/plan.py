@@ -21,6 +21,7 @@ from plait.config import ConfigError, RunConfig, flag_of
 from plait.data import Corpus, check_batch, open_corpus
 from plait.identity import Identity, check_source
 from plait.model_config import ModelConfig, model_config
+from plait.parallel.data import check_zero3
 from plait.parallel.mesh import check_grid, parse_mesh
 from plait.parallel.schedules import ANY_CHUNKS, Schedule, build, from_csv
 
@@ -70,6 +71,9 @@ def make_plan(config: RunConfig) -> RunPlan:
     with _flags(config, "mesh", "schedule"):
         schedule = make_schedule(config, pp, num_microbatches, tied=model.tied)
         schedule.check()
+    if config.zero == 3:
+        with _flags(config, "zero"):
+            check_zero3(sizes, schedule)
     stages, chunked = schedule.num_stages, config.schedule in ANY_CHUNKS
     beside = (*(["chunks"] if chunked else []), *(["seq"] if config.sequence_parallel else []))
     with _flags(config, "mesh", *beside):

@@ -12,7 +12,7 @@ import secrets
 import signal
 import time
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -33,6 +33,9 @@ from plait.plan import EVAL_BATCHES, RunPlan
 from plait.rank import Rank
 from plait.report import Reporter
 from plait.state import Progress, run_state
+
+if TYPE_CHECKING:
+    from plait.parallel.fully_sharded import FullySharded
 
 MAX_NORM = 1.0  # gradients are clipped to this global norm (GPT-3, Llama)
 BETAS = (0.9, 0.95)  # GPT-3, Llama
@@ -72,7 +75,7 @@ class Trainer:
             recompute=cast(Policy, config.recompute),
             dropout=config.dropout,
         )
-        self.dp = DataParallel(stages, mesh, zero=config.zero, **_tied(plan, mesh, stages))
+        self.dp = _data_parallel(plan, mesh, stages)
         self.optimizer = ShardedAdamW(self.dp, betas=BETAS, eps=EPS)
         self.pipeline = Pipeline(stages, plan.schedule, mesh, data_parallel=self.dp)
         self.learning_rate = LearningRate.over(config.lr_decay_steps, peak=config.lr)
@@ -280,6 +283,16 @@ class Trainer:
             total += loss * batch.num_tokens
             count += batch.num_tokens
         return total / count, None
+
+
+def _data_parallel(plan: RunPlan, mesh: Mesh, stages: Mapping[int, LlamaStage]) -> DataParallel | FullySharded:
+    """What sums gradients over dp, and shards what --zero says."""
+    tied = _tied(plan, mesh, stages)
+    if plan.config.zero == 3:
+        from plait.parallel.fully_sharded import FullySharded  # FSDP2 takes a while to import
+
+        return FullySharded(stages, mesh, plan.schedule, **tied)
+    return DataParallel(stages, mesh, zero=plan.config.zero, **tied)
 
 
 def _tied(plan: RunPlan, mesh: Mesh, stages: Mapping[int, LlamaStage]) -> dict[str, Any]:

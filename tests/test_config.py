@@ -19,7 +19,7 @@ BAD = (
     (["--schedule", "zigzag"], "--schedule 'zigzag' is unknown; valid: gpipe, 1f1b, interleaved"),
     (["--recompute", "some"], "--recompute 'some'"),
     (["--dtype", "int8"], "--dtype 'int8'"),
-    (["--zero", "3"], "--zero 3 is unknown; valid: 0, 1, 2"),
+    (["--zero", "4"], "--zero 4 is unknown; valid: 0, 1, 2, 3"),
     (["--dropout", "1.0"], "--dropout is 1.0"),
     (["--lr", "0"], "--lr is 0.0"),
     (["--lr", "inf"], "--lr is inf; it must be above 0 and finite"),

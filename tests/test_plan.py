@@ -33,6 +33,8 @@ BAD = (
         "--global-batch 4 --micro-batch 3",
         "--mesh dp=1, --global-batch 4, --micro-batch 3: global_batch is 4; it must be a multiple of dp x",
     ),
+    ("--mesh dp=1 --zero 3", "--zero 3: zero=3 shards over dp, which has one rank; use zero=0"),
+    ("--mesh dp=2,pp=2 --zero 3 --schedule zb_h1", "--zero 3: zero=3 with schedule zb_h1: it splits backward"),
     ("--seq 100000000", "--seq 100000000: seq is 100000000; the training part of"),
 )
 

@@ -1,0 +1,267 @@
+"""ZeRO-3: weights, gradients and optimizer state sharded over dp, by torch's FSDP2 below the stages of a pipeline.
+
+Not here: the flat buckets of ZeRO-0 to 2 (data.py). The one idea: FSDP2 gathers a unit's weights before they are used
+and scatters its gradients, so what is left to do is what it does not know: sums over the replicas of a partial
+gradient and over the copies of a tied weight (on shards: a sum of parts is a part of the sum), which element is
+counted by whom, and which box of the full tensor a shard is. `FullySharded` has the methods of `DataParallel`, and
+`ShardedAdamW` takes it as it takes that one: one "bucket" per parameter, which is this rank's shard.
+
+Every micro-batch gathers each unit twice and scatters its gradients once, 1.5 times the bytes of ZeRO-1 per
+micro-batch (Rajbhandari et al. 2020, section 7; torch.distributed.fsdp.fully_shard). With a pipeline the weights stay
+gathered from their first use to the end of the step, as several micro-batches are under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardOf
+
+from plait.parallel.buckets import Slot, main_dtype
+from plait.parallel.collectives import all_reduce
+from plait.parallel.data import Shard, check_zero3, decays, tied_pair
+from plait.parallel.grad_norm import grid_norm, norm_power_of
+from plait.parallel.mesh import Axis, Mesh
+from plait.parallel.placement import Placement, placement_of
+from plait.parallel.schedules import Schedule
+
+Units = Callable[[nn.Module], Sequence[nn.Module]]
+
+
+def layers_of(stage: nn.Module) -> list[nn.Module]:
+    """The default units that are gathered one by one: the children of `stage.layers`, in order."""
+    layers = getattr(stage, "layers", None)
+    return list(layers.values() if isinstance(layers, nn.ModuleDict) else layers or ())
+
+
+@dataclass(eq=False)
+class ShardedParam:
+    """This rank's shard of a parameter, with the face of a `Bucket`: all of it is owned, counted and updated here."""
+
+    slot: Slot
+    param: nn.Parameter  # a DTensor over dp, fp32 or fp64
+    shard: Placement  # the box of the full tensor that this rank's shard is; its shape may hold a 0
+    steps: tuple[Axis, ...]  # to sum the gradient over, beside dp
+    params: Tensor  # flat, in the model's dtype: what is saved as the weight; the shard itself unless that is narrow
+    main: Tensor | None  # flat fp32 master weights, where the model's dtype is narrower: FSDP2's own shard
+
+    axis: Axis = Axis.single("dp")  # an update sends nothing: the next use gathers
+    zero = 0
+
+    @property
+    def local(self) -> Tensor:
+        """The shard, flat."""
+        data: Any = self.param.data
+        return data.to_local().view(-1)
+
+    @property
+    def owned(self) -> tuple[int, int]:
+        return 0, self.params.numel()
+
+    def grads_in(self, start: int, stop: int) -> Tensor:
+        """Returns a range of the shard's gradient; zeros when there is none."""
+        grad: Any = self.param.grad
+        if grad is None:
+            return torch.zeros_like(self.local[start:stop])
+        return grad.to_local().view(-1)[start:stop]
+
+    def runs(self, key: Callable[[Slot], Any]) -> Iterator[tuple[Any, int, int]]:
+        """Yields the one run there is."""
+        yield key(self.slot), 0, self.params.numel()
+
+
+class FullySharded:
+    """FSDP2 over the dp axis for this rank's stages, with the methods of `DataParallel`.
+
+    `units` says which modules of a stage are gathered one by one; the rest of a stage is one more unit. Parameters in
+    16 bits become fp32 shards that are gathered in 16 bits; gradients are summed in fp32. ValueError, with the
+    reason, for what does not go together: a schedule that splits backward (FSDP2 scatters gradients at the end of
+    I, before W has made them), a context-parallel axis.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        mesh: Mesh,
+        schedule: Schedule | None = None,
+        *,
+        units: Units = layers_of,
+        tied: Mapping[int, nn.Parameter] | None = None,
+        tied_ranks: tuple[int, ...] | None = None,
+        decay: Callable[[str, Tensor], bool] = decays,
+    ) -> None:
+        check_zero3(mesh.sizes, schedule)
+        self.mesh, self.zero, self.axis = mesh, 3, mesh.axis("dp")
+        self._stages = dict(stages)
+        ranks = tied_pair(tied or {}, tied_ranks, mesh)
+        copies = {id(param) for param in (tied or {}).values()} if ranks else set()
+        slots = _slots(stages, mesh, copies, ranks, decay)
+        dtypes = [slot.param.dtype for slot in slots]  # of the model; the shards may be wider
+        kept = mesh.axis("pp").size > 1  # several micro-batches use a stage's weights in turn
+        for stage in stages.values():
+            _wrap(stage, mesh, units, reshard=not kept)
+        self.buckets = [
+            _sharded(slot, _find(stages, slot), dtype, mesh, ranks) for slot, dtype in zip(slots, dtypes, strict=True)
+        ]
+
+    # ---- one step ----
+
+    def zero_grad(self) -> None:
+        """Begins a step: there are no gradients."""
+        for bucket in self.buckets:
+            bucket.param.grad = None
+
+    def drop(self) -> None:
+        """Gives a step up: there are no gradients and no gathered weights."""
+        self.finish()
+        self.zero_grad()
+
+    def open(self, stage: int) -> None:
+        """Nothing: FSDP2 scatters the gradients of every micro-batch."""
+
+    def tie(self, stage: int) -> None:
+        """TIE_GRAD: sums the two copies' shards of the tied weight's gradient, if the stage holds one."""
+        for bucket in self.buckets:
+            if bucket.slot.tied and stage in bucket.slot.stages:
+                self._sum(bucket)
+
+    def reduce(self, stage: int) -> None:
+        """REDUCE_GRAD: sums partial gradients over their replicas; dp was summed by FSDP2."""
+        for bucket in self.buckets:
+            if not bucket.slot.tied and stage == bucket.slot.stages[0]:
+                self._sum(bucket)
+
+    def finish(self) -> None:
+        """Ends the step: lets go of gathered weights, which an update will make old. Nothing is under way here."""
+        for stage in self._stages.values():
+            for module in stage.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+    @torch.no_grad()
+    def _sum(self, bucket: ShardedParam) -> None:
+        for axis in bucket.steps:
+            grad: Any = bucket.param.grad
+            part = bucket.grads_in(*bucket.owned)
+            all_reduce(part, axis)
+            if grad is None:
+                raise RuntimeError(f"{bucket.slot.name} got no gradient, so its sum over ranks {axis.ranks} is lost")
+
+    # ---- norm and shards ----
+
+    @torch.no_grad()
+    def norm_power(self, p: float = 2.0) -> Tensor:
+        """As `DataParallel.norm_power`: this rank's part of sum |g|^p over the grid, fp64, 0-dim."""
+        parts = [bucket.grads_in(*bucket.owned) for bucket in self.buckets if bucket.slot.counted]
+        return norm_power_of([part for part in parts if part.numel()], p, self.mesh.device)
+
+    def norm_squared(self) -> Tensor:
+        """This rank's part of the squared norm, fp64, 0-dim: the sum over the world is the squared norm."""
+        return self.norm_power(2.0)
+
+    def grad_norm(self, p: float = 2.0) -> Tensor:
+        """The norm of all gradients of the grid, fp64, 0-dim, the same on every rank; collective over the world."""
+        return grid_norm(self.norm_power(p), self.mesh, p)
+
+    def shards(self) -> Iterator[Shard]:
+        """Yields the shard of every parameter as its box of the full tensor; what is empty here is left out."""
+        for bucket in self.buckets:
+            if bucket.shard.numel == 0:
+                continue
+            ranks = bucket.slot.placement.replica_ranks
+            yield Shard(
+                name=bucket.slot.name,
+                stage=bucket.slot.stages[0],
+                placement=bucket.shard,
+                flat=(0, bucket.shard.numel),
+                replica=(ranks.index(self.mesh.rank), len(ranks)) if ranks else (0, 1),
+                primary=not bucket.slot.tied or bucket.slot.counted,
+                bucket=bucket,
+                start=0,
+                stop=bucket.shard.numel,
+            )
+
+
+def _slots(
+    stages: Mapping[int, nn.Module], mesh: Mesh, copies: set[int], tied_ranks: tuple[int, ...], decay: Any
+) -> list[Slot]:
+    """One slot per parameter, with its facts of before the sharding, which replaces the parameter."""
+    slots: dict[int, Slot] = {}
+    for stage, module in stages.items():
+        for name, param in module.named_parameters():
+            if id(param) in slots:
+                slots[id(param)].stages += (stage,)
+                continue
+            placement, is_tied = placement_of(param), id(param) in copies
+            alone = not placement.replica_ranks or placement.replica_ranks[0] == mesh.rank
+            counted = alone and not (is_tied and tied_ranks[0] != mesh.rank)
+            slots[id(param)] = Slot(name, param, placement, (stage,), decay(name, param), counted, tied=is_tied)
+    shared = [slot.name for slot in slots.values() if len(slot.stages) > 1]
+    if shared:
+        raise ValueError(f"zero=3: {', '.join(shared)} is shared by two stages of one rank; use zero=2")
+    return list(slots.values())
+
+
+def _wrap(stage: nn.Module, mesh: Mesh, units: Units, *, reshard: bool) -> None:
+    """Shards the units and then the rest of a stage. The loss is divided by the caller: sums stay sums."""
+    narrow = {p.dtype for p in stage.parameters() if main_dtype(p.dtype) != p.dtype}
+    if len(narrow) > 1:
+        raise ValueError(
+            f"zero=3: a stage has parameters in {sorted(map(str, narrow))}; one 16-bit dtype is possible"
+        )
+    policy = MixedPrecisionPolicy(next(iter(narrow), None), torch.float32 if narrow else None, None, False)
+    stage.to(torch.float32) if narrow else None
+    assert mesh.device_mesh is not None
+    shared: dict[str, Any] = dict(
+        mesh=mesh.device_mesh["dp"], mp_policy=policy, reshard_after_forward=reshard,
+        shard_placement_fn=lambda param: ShardOf(_dim(param, mesh.axis("dp").size)),
+    )  # fmt: skip
+    for module in (*units(stage), stage):
+        fully_shard(module, **shared)
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_reshard_after_backward(reshard)
+
+
+def _dim(param: Tensor, size: int) -> int:
+    """The dim to cut: 0, unless that is too short and dim 1 divides (two matrices in one parameter, [2, F, in])."""
+    return 1 if param.dim() > 2 and param.shape[0] < size and param.shape[1] % size == 0 else 0
+
+
+def _find(stages: Mapping[int, nn.Module], slot: Slot) -> nn.Parameter:
+    return dict(stages[slot.stages[0]].named_parameters())[slot.name]
+
+
+def _sharded(
+    slot: Slot, param: nn.Parameter, dtype: torch.dtype, mesh: Mesh, tied_ranks: tuple[int, ...]
+) -> ShardedParam:
+    """`dtype`: the model's."""
+    placement = slot.placement
+    data: Any = param.data
+    assert isinstance(data, DTensor)
+    dim = data.placements[0].dim  # type: ignore[attr-defined]
+    chunk, coord = -(-data.shape[dim] // mesh.axis("dp").size), mesh.axis("dp").coord
+    start = min(coord * chunk, placement.shape[dim])
+    stop = min(start + chunk, placement.shape[dim])  # rows that pad a vocabulary are no part of the box
+    shard = replace(
+        placement,
+        offset=(*placement.offset[:dim], placement.offset[dim] + start, *placement.offset[dim + 1 :]),
+        shape=(*placement.shape[:dim], stop - start, *placement.shape[dim + 1 :]),
+    )
+    local = data.to_local().view(-1)
+    narrow = main_dtype(dtype) != dtype
+    partial_ranks = placement.replica_ranks if placement.sum_axes else ()
+    steps = [mesh.line("tied", tied_ranks)] if slot.tied else []
+    steps += [mesh.line("replicas", partial_ranks)] if len(partial_ranks) > 1 and not slot.tied else []
+    slot.param = param
+    param.placement = placement  # type: ignore[attr-defined]  # FSDP2 made a new parameter
+    return ShardedParam(
+        slot, param, shard, tuple(steps), local.to(dtype) if narrow else local, local if narrow else None
+    )
