@@ -12,7 +12,6 @@ import triton.language as tl
 from plait.kernels.launch import (
     Launch,
     below_autograd,
-    check,
     check_device,
     check_floating,
     compute_dtype,
@@ -153,10 +152,11 @@ def dropout(
     """
     check_floating("dropout", x=x)
     check_rng("dropout", rng, x)
-    check(x.dim() == 3, lambda: f"dropout: x has shape {tuple(x.shape)}; expected [B, T, D]")
-    check(0.0 <= p < 1.0, lambda: f"dropout: p is {p}; expected 0 <= p < 1")
-    check(
-        min(sample_offset, row_offset, col_offset) >= 0,
-        lambda: f"dropout: offsets are {(sample_offset, row_offset, col_offset)}; expected none below 0",
-    )
+    if x.dim() != 3:
+        raise ValueError(f"dropout: x has shape {tuple(x.shape)}; expected [B, T, D]")
+    if not 0.0 <= p < 1.0:
+        raise ValueError(f"dropout: p is {p}; expected 0 <= p < 1")
+    if min(sample_offset, row_offset, col_offset) < 0:
+        offsets = (sample_offset, row_offset, col_offset)
+        raise ValueError(f"dropout: offsets are {offsets}; expected none below 0")
     return x if p == 0.0 else _dropout(x, rng, p, sample_offset, row_offset, col_offset)

@@ -126,14 +126,10 @@ def embedding(
     check_device("embedding", weight, tokens=tokens)
     if tokens.dtype is not torch.int64:
         raise TypeError(f"embedding: tokens are {tokens.dtype}; expected torch.int64")
-    check(
-        weight.dim() == 2 and weight.shape[0] > 0,
-        lambda: f"embedding: weight has shape {tuple(weight.shape)}; expected [V, D] with V > 0",
-    )
-    check(
-        padding_idx is None or padding_idx >= 0,
-        lambda: f"embedding: padding_idx is {padding_idx}; expected a token from 0 on",
-    )
+    if weight.dim() != 2 or weight.shape[0] == 0:
+        raise ValueError(f"embedding: weight has shape {tuple(weight.shape)}; expected [V, D] with V > 0")
+    if not (padding_idx is None or padding_idx >= 0):
+        raise ValueError(f"embedding: padding_idx is {padding_idx}; expected a token from 0 on")
     return _embedding(tokens, weight, vocab_start, padding_idx)
 
 

@@ -22,6 +22,7 @@ from plait.kernels.launch import (
     use_triton,
 )
 from plait.kernels.loss_triton import grad_launch, stats_launch
+from plait.kernels.plans import Built, Site, planned
 
 AllReduce = Callable[[torch.Tensor, str], torch.Tensor]
 _REDUCTIONS = ("mean", "sum", "none")
@@ -173,12 +174,24 @@ def check_targets(op: str, target: torch.Tensor, num_classes: int, ignore_index:
         raise ValueError(f"{op}: target {value} at token {place} is not a class; expected 0 to {num_classes - 1}")
 
 
+def _build_stats(site: Site, logits: torch.Tensor, target: torch.Tensor, softcap: float) -> Built:
+    stats = site.empty((4, logits.shape[0]), compute_dtype(logits.dtype))
+    return Built((stats,), [stats_launch(logits, target, 0, softcap, stats)] if logits.shape[0] else [])
+
+
+def _build_grad(
+    site: Site, logits: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, dloss: torch.Tensor,
+    label_smoothing: float, z_loss: float, softcap: float,
+) -> Built:  # fmt: skip
+    out = site.empty(logits.shape, logits.dtype)
+    options = (0, logits.shape[1], label_smoothing, z_loss, softcap)
+    return Built((out,), [grad_launch(logits, target, lse, dloss, *options, out)] if logits.shape[0] else [])
+
+
 def _ce_kernel(logits: torch.Tensor, target: torch.Tensor, softcap: float) -> torch.Tensor:
     """[4, N]: max, sum_exp, target logit, logit sum of given logits [N, V]."""
     if use_triton(logits):
-        stats = stats_like(logits)
-        if logits.shape[0]:
-            stats_launch(logits, target, 0, softcap, stats).run()
+        stats: torch.Tensor = planned(_build_stats, (logits, target), softcap)[0]
         return stats
     wide = logits.to(compute_dtype(logits.dtype), copy=True)
     return plain_stats(capped(wide, softcap), target, 0, stats_like(wide))
@@ -189,11 +202,9 @@ def _ce_grad_kernel(
     label_smoothing: float, z_loss: float, softcap: float,
 ) -> torch.Tensor:  # fmt: skip
     if use_triton(logits):
-        out = logits.new_empty(logits.shape)
-        options = (0, logits.shape[1], label_smoothing, z_loss, softcap)
-        if logits.shape[0]:
-            grad_launch(logits, target, lse, dloss, *options, out).run()
-        return out
+        tensors = (logits, target, lse, dloss)
+        found: torch.Tensor = planned(_build_grad, tensors, label_smoothing, z_loss, softcap)[0]
+        return found
     s = capped(logits.to(lse.dtype, copy=True), softcap)
     grad = plain_grad(s, target, lse, dloss, 0, logits.shape[1], label_smoothing, z_loss, softcap)
     return grad.to(logits.dtype)

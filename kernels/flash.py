@@ -103,32 +103,22 @@ _attention_grad = register(
 
 
 def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    check(
-        q.dim() == 4 and k.dim() == 4 and v.dim() == 4,
-        lambda: (
-            f"attention: q, k, v have {q.dim()}, {k.dim()}, {v.dim()} dims; expected 4: [batch, tokens, heads, K]"
-        ),
-    )
-    check(
-        k.shape[:3] == v.shape[:3] and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3],
-        lambda: f"attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit",
-    )
-    check(
-        k.shape[2] > 0 and q.shape[2] % k.shape[2] == 0,
-        lambda: f"attention: {q.shape[2]} query heads must be a multiple of {k.shape[2]} key heads",
-    )
-    check(
-        0 < q.shape[3] <= _MAX_HEAD_DIM and 0 < v.shape[3] <= _MAX_HEAD_DIM,
-        lambda: f"attention: head dims {q.shape[3]} and {v.shape[3]}; expected 1 to {_MAX_HEAD_DIM}",
-    )
+    of_q, of_k, of_v = q.shape, k.shape, v.shape
+    if not len(of_q) == len(of_k) == len(of_v) == 4:
+        dims = f"{len(of_q)}, {len(of_k)}, {len(of_v)}"
+        raise ValueError(f"attention: q, k, v have {dims} dims; expected 4: [batch, tokens, heads, K]")
+    if of_k[:3] != of_v[:3] or of_q[0] != of_k[0] or of_q[3] != of_k[3]:
+        raise ValueError(f"attention: q {tuple(of_q)}, k {tuple(of_k)}, v {tuple(of_v)} do not fit")
+    if of_k[2] == 0 or of_q[2] % of_k[2] != 0:
+        raise ValueError(f"attention: {of_q[2]} query heads must be a multiple of {of_k[2]} key heads")
+    if not (0 < of_q[3] <= _MAX_HEAD_DIM and 0 < of_v[3] <= _MAX_HEAD_DIM):
+        raise ValueError(f"attention: head dims {of_q[3]} and {of_v[3]}; expected 1 to {_MAX_HEAD_DIM}")
 
 
 def _packed(
-    q: torch.Tensor, cu_seqlens: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    q: torch.Tensor, cu_seqlens: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(cu_q, cu_k), checked."""
-    if cu_seqlens is None:
-        return None, None
     cu_q, cu_k = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
     check(q.shape[0] == 1, lambda: f"attention: cu_seqlens needs a batch of 1 (packed documents), got {q.shape[0]}")
     for cu in (cu_q, cu_k):
@@ -174,9 +164,12 @@ def attention(
     """
     check_floating("attention", q=q, k=k, v=v)
     _check_shapes(q, k, v)
-    check(window is None or window >= 1, lambda: f"attention: window is {window}; expected None or at least 1")
-    check(softcap >= 0.0, lambda: f"attention: softcap is {softcap}; expected >= 0 (0 is off)")
-    check(0.0 <= dropout_p < 1.0, lambda: f"attention: dropout_p is {dropout_p}; expected 0 <= p < 1")
+    if not (window is None or window >= 1):
+        raise ValueError(f"attention: window is {window}; expected None or at least 1")
+    if not softcap >= 0.0:
+        raise ValueError(f"attention: softcap is {softcap}; expected >= 0 (0 is off)")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"attention: dropout_p is {dropout_p}; expected 0 <= p < 1")
     if dropout_p:
         check(rng is not None, lambda: "attention: dropout needs rng, an int64 tensor [2] = (seed, offset)")
         check_rng("attention", rng, q)  # type: ignore[arg-type]
@@ -192,7 +185,7 @@ def attention(
                 f"attention: sinks {sinks.dtype} {tuple(sinks.shape)}; expected {q.shape[2]} floats, one a query head"
             ),
         )
-    cu_q, cu_k = _packed(q, cu_seqlens)
+    cu_q, cu_k = (None, None) if cu_seqlens is None else _packed(q, cu_seqlens)
     out, lse = _attention(
         q, k, v, sinks, rng if dropout_p else None, cu_q, cu_k, causal,
         q.shape[3] ** -0.5 if scale is None else float(scale), window or 0, float(softcap), float(dropout_p),

@@ -14,7 +14,6 @@ import triton.language as tl
 from plait.kernels.launch import (
     Launch,
     below_autograd,
-    check,
     check_floating,
     compute_dtype,
     next_power_of_two,
@@ -261,10 +260,8 @@ _geglu_grad = register(
 
 def _check(op: str, gate_up: torch.Tensor) -> None:
     check_floating(op, gate_up=gate_up)
-    check(
-        gate_up.dim() >= 1 and gate_up.shape[-1] % 2 == 0,
-        lambda: f"{op}: gate_up has shape {tuple(gate_up.shape)}; its last dim must be even",
-    )
+    if gate_up.dim() < 1 or gate_up.shape[-1] % 2 != 0:
+        raise ValueError(f"{op}: gate_up has shape {tuple(gate_up.shape)}; its last dim must be even")
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
@@ -283,8 +280,6 @@ def geglu(gate_up: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
     dtype that is not floating, ValueError on an odd last dim or another `approximate`.
     """
     _check("geglu", gate_up)
-    check(
-        approximate in _APPROXIMATE,
-        lambda: f"geglu: approximate is {approximate!r}; expected one of {', '.join(_APPROXIMATE)}",
-    )
+    if approximate not in _APPROXIMATE:
+        raise ValueError(f"geglu: approximate is {approximate!r}; expected one of {', '.join(_APPROXIMATE)}")
     return _geglu(gate_up, approximate == "tanh")

@@ -213,12 +213,15 @@ def watched() -> bool:
 _PLAIN = (type(None), int, bool, float, str)
 
 
-def _quick(kernel: Callable[..., Any], autograd: Callable[..., Any]) -> Callable[..., Any]:
-    """`autograd`, but `kernel` itself where no gradient is asked for: saves a graph node and a second dispatch."""
+def _quick(kernel: Callable[..., Any], autograd: Callable[..., Any], num_looked_at: int) -> Callable[..., Any]:
+    """`autograd`, but `kernel` itself where no gradient is asked for: saves a graph node and a second dispatch.
+
+    No tensor is behind the first `num_looked_at` arguments.
+    """
 
     def call(*arguments: Any) -> Any:
         enabled = torch.is_grad_enabled()
-        for x in arguments:
+        for x in arguments[:num_looked_at]:
             kind = type(x)
             if kind is torch.Tensor or kind is torch.nn.Parameter:
                 if enabled and x.requires_grad:
@@ -296,9 +299,10 @@ def register(
     torch.library.define(qualified, schema[len(name) :], tags=tags)
     torch.library.impl(qualified, "CompositeExplicitAutograd", kernel)
     torch.library.register_fake(qualified, fake)
-    if autograd is not None:
-        torch.library.impl(qualified, "Autograd", _quick(kernel, autograd))
     op = getattr(torch.ops.plait, name).default
+    if autograd is not None:
+        places = [i for i, argument in enumerate(op._schema.arguments) if "Tensor" in str(argument.type)]
+        torch.library.impl(qualified, "Autograd", _quick(kernel, autograd, places[-1] + 1))
     for key in ("AutocastCPU", "AutocastCUDA"):
         torch.library.impl(qualified, key, _without_autocast(op))
     return op
@@ -323,13 +327,16 @@ def from_table(table: Sequence[tuple[int, Any]], key: int) -> Any:
     return table[-1][1]
 
 
-def check_floating(op: str, **tensors: torch.Tensor) -> None:
-    """All are floating point and agree in dtype and device; TypeError or ValueError naming the odd one."""
+def check_floating(op: str, **tensors: torch.Tensor | None) -> None:
+    """All but None are floating point and agree in dtype and device; TypeError or ValueError naming the odd one."""
     first_name, first = next(iter(tensors.items()))
+    assert first is not None
     dtype, device = first.dtype, first.device
     if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise TypeError(f"{op}: {first_name} is {dtype}; expected float32, bfloat16, float16 or float64")
     for name, tensor in tensors.items():
+        if tensor is None:
+            continue
         if tensor.dtype != dtype:
             raise TypeError(f"{op}: {name} is {tensor.dtype} but {first_name} is {dtype}; they must agree")
         if tensor.device != device:

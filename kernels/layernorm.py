@@ -169,8 +169,7 @@ def layer_norm(
     With `residual` (x's shape) returns (y, x + residual) and normalises the sum. Saves 8 bytes per row beyond what
     the caller holds. D at most 65,536. Raises TypeError on mixed dtypes, ValueError on shapes and devices.
     """
-    given = {"weight": weight, "bias": bias, "residual": residual}
-    check_floating("layer_norm", x=x, **{name: tensor for name, tensor in given.items() if tensor is not None})
+    check_floating("layer_norm", x=x, weight=weight, bias=bias, residual=residual)
     check_rows("layer_norm", x, residual, weight=weight, bias=bias)
     if residual is None:
         return _layer_norm(x, weight, bias, eps)[0]

@@ -263,12 +263,7 @@ def linear(
     on a card, here and in backward; None is torch's setting. Raises TypeError on dtypes, ValueError on an unknown
     activation, dropout without rng, shapes or devices.
     """
-    tensors = {"x": x, "weight": weight}
-    if bias is not None:
-        tensors["bias"] = bias
-    if residual is not None:
-        tensors["residual"] = residual
-    check_floating("linear", **tensors)
+    check_floating("linear", x=x, weight=weight, bias=bias, residual=residual)
     _check_product("linear", x, weight, 1, "x")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"linear: bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},)")

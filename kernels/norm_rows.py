@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from plait.kernels.launch import Launch, check, compute_dtype, from_table, next_power_of_two, rows_of, triton_dtype
+from plait.kernels.launch import Launch, compute_dtype, from_table, next_power_of_two, rows_of, triton_dtype
 from plait.kernels.norm_tiles import NUM_TILE_PARTIALS, backward_tiles, forward_tiles, rows_of_tile
 from plait.kernels.plans import Built, Site, planned
 
@@ -300,20 +300,16 @@ def check_rows(
     op: str, x: torch.Tensor, residual: torch.Tensor | None, **parameters: torch.Tensor | None
 ) -> None:  # fmt: skip
     """ValueError unless x is [..., D] with D in range, residual has its shape and each parameter is [D] or None."""
-    shape = tuple(x.shape)
-    check(len(shape) >= 1, lambda: f"{op}: x is a scalar; expected [..., D]")
-    check(
-        0 < shape[-1] <= _MAX_COLS,
-        lambda: f"{op}: x {shape} has {shape[-1]} columns; expected 1 to {_MAX_COLS}",
-    )
-    if residual is not None:
-        check(
-            residual.shape == x.shape,
-            lambda: f"{op}: residual has shape {tuple(residual.shape)}; expected {shape}",
-        )
+    shape = x.shape
+    if not shape:
+        raise ValueError(f"{op}: x is a scalar; expected [..., D]")
+    if not 0 < shape[-1] <= _MAX_COLS:
+        raise ValueError(f"{op}: x {tuple(shape)} has {shape[-1]} columns; expected 1 to {_MAX_COLS}")
+    if residual is not None and residual.shape != shape:
+        raise ValueError(f"{op}: residual has shape {tuple(residual.shape)}; expected {tuple(shape)}")
     for name, parameter in parameters.items():
-        if parameter is not None and parameter.shape != x.shape[-1:]:
-            raise ValueError(f"{op}: x {shape} needs {name} of its last dim, got {tuple(parameter.shape)}")
+        if parameter is not None and parameter.shape != shape[-1:]:
+            raise ValueError(f"{op}: x {tuple(shape)} needs {name} of its last dim, got {tuple(parameter.shape)}")
 
 
 def like(x: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from plait.kernels.launch import Launch, check, check_device, compute_dtype, register, triton_dtype
+from plait.kernels.plans import Built, Site, planned
 from plait.kernels.tables import (
     Run,
     collapse,
@@ -43,7 +44,7 @@ _NAMES = {
 
 
 def _dtype_of(tensors: Sequence[torch.Tensor]) -> torch.dtype:
-    return torch.float64 if any(t.dtype is torch.float64 for t in tensors) else torch.float32
+    return torch.float64 if any([t.dtype is torch.float64 for t in tensors]) else torch.float32
 
 
 def l2_norm_squared_ref(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -139,18 +140,21 @@ def partials_launch(partial: torch.Tensor, out: torch.Tensor) -> Launch:
 
 def _runs_of(x: torch.Tensor) -> list[tuple[bool, Run, list[int]]]:
     """(strided, run, row without first chunk and slot: stop, address, sizes and strides) of one tensor."""
-    address, size = x.data_ptr(), x.element_size()
-    if not x.is_contiguous():
+    address, size, numel = x.data_ptr(), x.element_size(), x.numel()
+    whole = x.is_contiguous()
+    if whole and not (address | numel) % 16:  # the usual one, without a detour
+        return [(False, Run(0, numel, True), [numel, address])]
+    if not whole:
         sizes, (steps,) = collapse(x.shape, [x.stride()], any_order=True)
         if len(sizes) > 1 or steps != [1]:
             runs = strided_runs([address], [size], sizes, [steps])
             return [(True, Run(0, r.numel, False), [r.numel, *r.addresses, *r.tail]) for r in runs]
-    return [(False, r, [r.stop - r.start, address + r.start * size]) for r in split_tail(address, x.numel())]
+    return [(False, r, [r.stop - r.start, address + r.start * size]) for r in split_tail(address, numel)]
 
 
 def first_launches(tensors: Sequence[torch.Tensor]) -> tuple[list[Launch], torch.Tensor]:
     """The launches of the first stage and the sums that they write, one per chunk, in the order of the list."""
-    length = _BLOCK * max(1, sum(x.numel() for x in tensors) // (_BLOCK * _MAX_CHUNKS))
+    length = _BLOCK * max(1, sum([x.numel() for x in tensors]) // (_BLOCK * _MAX_CHUNKS))
     pieces = [(x, *run) for x in tensors if x.numel() for run in _runs_of(x)]
     kinds: dict[tuple[bool, bool, torch.dtype], list[list[int]]] = {}
     num_slots, slots = 0, []
@@ -159,7 +163,7 @@ def first_launches(tensors: Sequence[torch.Tensor]) -> tuple[list[Launch], torch
         slots.append(num_slots)
         num_slots += -(-stop // length)
     partial = torch.empty(num_slots, dtype=_dtype_of(tensors), device=tensors[0].device)
-    if len(pieces) <= _MAX_SINGLE and not any(strided for strided, _, _ in kinds):
+    if len(pieces) <= _MAX_SINGLE and not any([strided for strided, _, _ in kinds]):
         launches = []
         for (x, _, run, _), slot in zip(pieces, slots, strict=True):
             view = x.as_strided((run.stop - run.start,), (1,), x.storage_offset() + run.start)
@@ -178,16 +182,21 @@ def first_launches(tensors: Sequence[torch.Tensor]) -> tuple[list[Launch], torch
     ], partial
 
 
+def _build_sum(site: Site, partial: torch.Tensor) -> Built:
+    out = site.empty((), partial.dtype)
+    return Built((out,), [partials_launch(partial, out)])
+
+
 def _kernel(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     dtype = _dtype_of(tensors)
     if not use_tables(tensors):
         norms = torch._foreach_norm([t.detach() for t in tensors], 2, dtype=dtype)
         return torch.stack(norms).square_().sum()
     launches, partial = first_launches(tensors)
-    out = torch.empty((), dtype=dtype, device=partial.device)
-    for launch in (*launches, partials_launch(partial, out)):
+    for launch in launches:
         launch.run()
-    return out
+    found: torch.Tensor = planned(_build_sum, (partial,))[0]
+    return found
 
 
 _l2_norm_squared = register(
@@ -202,10 +211,12 @@ def l2_norm_squared(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The sum of squares of all elements, 0-dim, without a gradient. ValueError on an empty list or mixed devices."""
     tensors = list(tensors)
     check(len(tensors) > 0, lambda: "l2_norm_squared: no tensors; expected at least one")
+    device = tensors[0].device
     for tensor in tensors:
         if tensor.dtype not in _NAMES:
             raise TypeError(f"l2_norm_squared: a tensor is {tensor.dtype}; expected a floating dtype")
-        check_device("l2_norm_squared", tensors[0], tensor=tensor)
+        if tensor.device != device:
+            check_device("l2_norm_squared", tensors[0], tensor=tensor)
     return _l2_norm_squared(tensors)
 
 

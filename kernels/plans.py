@@ -24,7 +24,8 @@ _APART_BYTES = 1 << 44
 
 # What a builder may read of a tensor: (shape, strides, dtype, whether 16 bytes divide its address).
 _Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]
-_Made = tuple[tuple[int, ...], torch.dtype, float | None]  # an output: shape, dtype, what fills it
+# An output: place of a tensor before it that lies alike or -1, shape, dtype, what fills it.
+_Made = tuple[int, tuple[int, ...], torch.dtype, float | None]
 _Gather = Callable[[Sequence[Any]], tuple[Any, ...]]
 
 
@@ -96,8 +97,14 @@ class _StandIns(Site):
         return self._output(tuple(shape), dtype, value)
 
     def _output(self, shape: tuple[int, ...], dtype: torch.dtype, value: float | None) -> torch.Tensor:
-        self.made.append((shape, dtype, value))
-        found = self._add((shape, torch.empty(shape, device=self.device).stride(), dtype, True))
+        strides = torch.empty(shape, device=self.device).stride()
+        alike = [
+            i
+            for i, x in enumerate(self.pool)
+            if x is not None and (x.shape, x.stride(), x.dtype) == (shape, strides, dtype)
+        ]
+        self.made.append((alike[0] if alike and value is None else -1, shape, dtype, value))
+        found = self._add((shape, strides, dtype, True))
         assert found is not None
         return found
 
@@ -170,14 +177,15 @@ def planned(build: Builder, tensors: tuple[Any, ...], *options: Any) -> Any:
     plan = (_plan if _COMPILED else _plan.__wrapped__)(build, card, device, layouts, *options)
     if not isinstance(plan, _Plan):
         return None if plan is None else _each_time(build, plan, tensors, options)
-    where = first.device
-    outputs = [
-        torch.empty(shape, dtype=dtype, device=where)
-        if value is None
-        else torch.full(shape, value, dtype=dtype, device=where)
-        for shape, dtype, value in plan.made
-    ]
-    pool = (*tensors, *outputs, *plan.numbers)
+    pool = [*tensors]
+    for alike, shape, dtype, value in plan.made:
+        if alike >= 0:  # half the host time of the next
+            pool.append(torch.empty_like(pool[alike]))
+        elif value is None:
+            pool.append(torch.empty(shape, dtype=dtype, device=first.device))
+        else:
+            pool.append(torch.full(shape, value, dtype=dtype, device=first.device))
+    pool += plan.numbers
     if plan.scratch:
         with_scratch(_run, plan.launches, pool)
     else:

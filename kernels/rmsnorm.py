@@ -160,8 +160,7 @@ def rms_norm(
     With `residual` (x's shape) returns (y, x + residual) and normalises the sum. Saves 4 bytes per row beyond what
     the caller holds. D at most 65,536. Raises TypeError on mixed dtypes, ValueError on shapes and devices.
     """
-    given = {"weight": weight, "residual": residual}
-    check_floating("rms_norm", x=x, **{name: tensor for name, tensor in given.items() if tensor is not None})
+    check_floating("rms_norm", x=x, weight=weight, residual=residual)
     check_rows("rms_norm", x, residual, weight=weight)
     if residual is None:
         return _rms_norm(x, weight, eps)[0]

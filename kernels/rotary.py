@@ -180,18 +180,17 @@ def _check(op: str, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: to
     check_floating(op, q=q, k=k)
     check_floating(op, cos=cos, sin=sin)
     check_device(op, q, cos=cos, sin=sin)
-    check(
-        q.dim() == 4 and k.dim() == 4 and q.shape[:2] == k.shape[:2] and q.shape[3] == k.shape[3],
-        lambda: f"{op}: q {tuple(q.shape)} and k {tuple(k.shape)} must be [B, T, heads, K] and agree in B, T, K",
-    )
-    check(
-        cos.shape == sin.shape and tuple(cos.shape[:-1]) in (tuple(q.shape[1:2]), tuple(q.shape[:2])),
-        lambda: f"{op}: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} must be [T, R/2] or [B, T, R/2]",
-    )
-    check(
-        2 * cos.shape[-1] <= q.shape[3],
-        lambda: f"{op}: cos of {cos.shape[-1]} pairs needs a head dim of {2 * cos.shape[-1]}, got {q.shape[3]}",
-    )
+    of_q, of_k, turned = q.shape, k.shape, cos.shape
+    if not len(of_q) == len(of_k) == 4 or of_q[:2] != of_k[:2] or of_q[3] != of_k[3]:
+        raise ValueError(
+            f"{op}: q {tuple(of_q)} and k {tuple(of_k)} must be [B, T, heads, K] and agree in B, T, K"
+        )  # fmt: skip
+    if turned != sin.shape or turned[:-1] not in (of_q[1:2], of_q[:2]):
+        raise ValueError(f"{op}: cos {tuple(turned)} and sin {tuple(sin.shape)} must be [T, R/2] or [B, T, R/2]")
+    if 2 * turned[-1] > of_q[3]:
+        raise ValueError(
+            f"{op}: cos of {turned[-1]} pairs needs a head dim of {2 * turned[-1]}, got {of_q[3]}"
+        )  # fmt: skip
 
 
 def rope(

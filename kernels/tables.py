@@ -39,8 +39,8 @@ class Run(NamedTuple):
 def use_tables(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether a table of these is for Triton to read: the interpreter follows addresses of host memory only."""
     if INTERPRETED:
-        return all(x.device.type == "cpu" for x in tensors)
-    return all(use_triton(x) for x in tensors)
+        return all([x.device.type == "cpu" for x in tensors])
+    return all([use_triton(x) for x in tensors])
 
 
 def shares_memory(x: torch.Tensor) -> bool:
