@@ -5,7 +5,8 @@ smoothing is never negative. The weight gradient is fp32 (fp64 for fp64). The ch
 - gradients in the forward: three products, as plain torch. dx and dweight (fp32) wait for the backward, which
   multiplies them by the gradient of the loss. For a reduced loss only, whose tokens' shares are known beforehand.
 - gradients in the backward: the logits are made again, four products, and nothing waits.
-The bits are the same where the gradient of the loss is 1; else dx, rounded once, is multiplied and rounded again.
+The bits are the same where the gradient of the loss is 1; else dx, rounded once, is multiplied and rounded again. New
+gradients of 16 bits on a GPU are summed in another order by the second form, so there they agree to their rounding.
 
 Memory beyond inputs and outputs: 5 bytes per token from forward to backward (lse and whether it counts; 8 in the
 first form: lse and the token's share), and one chunk of logits at a time, on a GPU 4 bytes per logit, and for the
