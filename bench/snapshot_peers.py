@@ -1,61 +1,47 @@
-"""Ways to save and load a state of tensors, as the `snapshots` suite compares them: ours, torch's, and the machine's.
+"""Ways to save and load a state of tensors, as the `snapshots` suite compares them: ours, torch's, safetensors'.
 
-Each says when training may go on and when the disk has everything; "+fsync" is added here where a peer never syncs.
-Measures nothing but its own calls.
+Measures nothing. Libraries that are not needed elsewhere are in snapshot_others.py.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
 import time
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from plait import _C
+from plait.bench.snapshot_way import Pending, Provider, State, copy_into, pieces_of, size_of
 from plait.bench.spec import Measured
 from plait.ckpt import Snapshots
-
-State = dict[str, Tensor]
-
-
-class Saved(NamedTuple):
-    """One save: both times, from the call, and the folder that holds it."""
-
-    stall_s: float
-    durable_s: float
-    path: Path
-
-
-class Provider(Protocol):
-    """One way to save and load a state."""
-
-    def save(self, folder: Path, state: State) -> Saved:
-        """Saves into `folder`, which does not exist yet, and waits until it is durable."""
-
-    def load(self, path: Path, state: State) -> None:
-        """Fills the tensors of `state` from a save's folder."""
-
-    def close(self) -> None:
-        """Lets go of threads and memory."""
+from plait.ckpt.handle import Handle
 
 
 class Plait:
-    """plait.ckpt.Snapshots as in a run: one object, its staging memory kept over the saves, a folder for each."""
+    """plait.ckpt.Snapshots as in a run: one object, its staging memory kept over the saves, a folder for each.
 
-    def __init__(self, root: Path) -> None:
-        self.snapshots = Snapshots(root)
+    guarded: the optimizer whose tensors are captured after the call, up to its next step; None: all in the call.
+    """
+
+    package, syncs = "plait", True
+
+    def __init__(self, root: Path, guarded: torch.optim.Optimizer | None = None) -> None:
+        self.note = "three lines" if guarded is not None else "without guard()"
+        self.snapshots = Snapshots(root, keep_last=1)
+        if guarded is not None:
+            self.snapshots.guard(guarded)
         self.step = 0
 
-    def save(self, folder: Path, state: State) -> Saved:
+    def prepare(self, state: State) -> None:
+        """Takes the staging memory, as a run does before it trains."""
+        self.snapshots.prepare(dict(state))
+
+    def begin(self, folder: Path, state: State) -> Pending:
         self.step += 1
         handle = self.snapshots.save(self.step, dict(state))
-        handle.wait()
-        assert handle.durable_s is not None and handle.folder is not None
-        return Saved(handle.stall_s, handle.durable_s, handle.folder)
+        return Pending(lambda: _folder_of(handle), handle.done, durable_s=lambda: handle.durable_s)
 
     def load(self, path: Path, state: State) -> None:
         self.snapshots.restore(dict(state))
@@ -64,41 +50,66 @@ class Plait:
         self.snapshots.close()
 
 
-class TorchSave:
-    """torch.save and torch.load(weights_only=True), with fsync of file and folder."""
+def _folder_of(handle: Handle) -> Path:
+    handle.wait()
+    assert handle.folder is not None
+    return handle.folder
 
-    def save(self, folder: Path, state: State) -> Saved:
-        start = time.perf_counter()
-        folder.mkdir()
-        with open(folder / "state.pt", "wb") as file:
-            torch.save(state, file)
-            stall_s = time.perf_counter() - start
-            file.flush()
-            os.fsync(file.fileno())
-        sync_folders(folder)
-        return Saved(stall_s, time.perf_counter() - start, folder)
 
-    def load(self, path: Path, state: State) -> None:
-        copy_into(state, torch.load(path / "state.pt", weights_only=True))
+class Blocking:
+    """A way whose save is over when its call returns."""
+
+    package, syncs, note = "torch", False, ""
+
+    def begin(self, folder: Path, state: State) -> Pending:
+        self.write(folder, state)
+        return Pending(lambda: folder, lambda: True)
+
+    def write(self, folder: Path, state: State) -> None:
+        """Saves into `folder`, which does not exist yet."""
+        raise NotImplementedError
 
     def close(self) -> None:
         pass
 
 
-class Safetensors(TorchSave):
-    """safetensors' save_file and load_file, with fsync of file and folder."""
+class TorchSave(Blocking):
+    """torch.save and torch.load(weights_only=True), both as they come."""
 
-    def save(self, folder: Path, state: State) -> Saved:
+    mmap = False
+
+    def write(self, folder: Path, state: State) -> None:
+        folder.mkdir()
+        torch.save(state, folder / "state.pt")
+
+    def load(self, path: Path, state: State) -> None:
+        copy_into(state, torch.load(path / "state.pt", weights_only=True, mmap=self.mmap))
+
+
+class TorchSaveFast(TorchSave):
+    """torch.save without its checksums (`torch.serialization.set_crc32_options(False)`), loaded with mmap=True."""
+
+    mmap, note = True, "set_crc32_options(False), load(mmap=True)"
+
+    def write(self, folder: Path, state: State) -> None:
+        before = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)
+        try:
+            super().write(folder, state)
+        finally:
+            torch.serialization.set_crc32_options(before)
+
+
+class Safetensors(Blocking):
+    """safetensors' save_file and load_file, which maps the file."""
+
+    package = "safetensors"
+
+    def write(self, folder: Path, state: State) -> None:
         from safetensors.torch import save_file
 
-        start = time.perf_counter()
         folder.mkdir()
         save_file(state, folder / "state.safetensors")
-        stall_s = time.perf_counter() - start
-        with open(folder / "state.safetensors", "rb") as file:
-            os.fsync(file.fileno())
-        sync_folders(folder)
-        return Saved(stall_s, time.perf_counter() - start, folder)
 
     def load(self, path: Path, state: State) -> None:
         from safetensors.torch import load_file
@@ -106,66 +117,112 @@ class Safetensors(TorchSave):
         copy_into(state, load_file(path / "state.safetensors"))
 
 
-class Dcp(TorchSave):
+class Dcp(Blocking):
     """torch.distributed.checkpoint's save (which syncs its files) and load, in one process without a group."""
 
-    def save(self, folder: Path, state: State) -> Saved:
+    syncs = True
+
+    def __init__(self, threads: int = 1) -> None:
+        self.threads = threads
+        self.note = f"FileSystemWriter(thread_count={threads})"
+
+    def writer(self, folder: Path) -> Any:
+        """Returns DCP's writer of files."""
+        from torch.distributed.checkpoint import FileSystemWriter
+
+        return FileSystemWriter(folder, thread_count=self.threads)
+
+    def write(self, folder: Path, state: State) -> None:
         import torch.distributed.checkpoint as dcp
 
-        start = time.perf_counter()
-        dcp.save(state, checkpoint_id=folder)
-        stall_s = time.perf_counter() - start
-        sync_folders(folder)
-        return Saved(stall_s, time.perf_counter() - start, folder)
+        dcp.save(state, storage_writer=self.writer(folder), no_dist=True)
 
     def load(self, path: Path, state: State) -> None:
         import torch.distributed.checkpoint as dcp
 
-        dcp.load(dict(state), checkpoint_id=path)
+        dcp.load(dict(state), checkpoint_id=path, no_dist=True)
 
 
 class DcpAsync(Dcp):
     """DCP's async_save on a thread, as it comes; `cached` keeps its staging memory over the saves."""
 
-    def __init__(self, cached: bool) -> None:
+    def __init__(self, cached: bool, threads: int = 1) -> None:
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-        # Pinned memory and staging on another thread need a GPU; these are also async_save's own choices.
+        super().__init__(threads)
+        # Pinned memory and non-blocking copies need a GPU; these are also async_save's own choices.
         self.stager = DefaultStager(StagingOptions(False, False, False, False)) if cached else None
+        self.note += ", a stager that is kept" if cached else ", as it comes"
 
-    def save(self, folder: Path, state: State) -> Saved:
+    def begin(self, folder: Path, state: State) -> Pending:
         import torch.distributed.checkpoint as dcp
 
-        start = time.perf_counter()
-        future: Any = dcp.async_save(state, checkpoint_id=folder, async_stager=self.stager)
-        stall_s = time.perf_counter() - start
-        future.result()
-        sync_folders(folder)
-        return Saved(stall_s, time.perf_counter() - start, folder)
+        future: Any = dcp.async_save(state, storage_writer=self.writer(folder), async_stager=self.stager)
+        return Pending(lambda: (future.result(), folder)[1], future.done)
 
     def close(self) -> None:
         if self.stager is not None:
             self.stager.close()
 
 
-class Limit:
+class DcpProcess(DcpAsync):
+    """DCP's async_save in a process of its own, staged in shared memory that is kept; in_background: the staging too
+    ("zero overhead"), which then must have ended before a tensor changes."""
+
+    def __init__(self, in_background: bool, threads: int = 1) -> None:
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        super().__init__(False, threads)
+        self.stager = DefaultStager(StagingOptions(False, True, in_background, False))
+        self.note = f"FileSystemWriter(thread_count={threads}), shared memory that is kept"
+        self.note += ", staged in the background, staging_completion awaited before a write" if in_background else ""
+        self.in_background = in_background
+        own = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=own, rank=0, world_size=1)  # it asks for one
+
+    def begin(self, folder: Path, state: State) -> Pending:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+        kind = AsyncCheckpointerType.PROCESS
+        writer = self.writer(folder)
+        said: Any = dcp.async_save(
+            state, storage_writer=writer, async_stager=self.stager, async_checkpointer_type=kind
+        )
+        if not self.in_background:
+            return Pending(lambda: (said.result(), folder)[1], said.done)
+        done, staged = said.upload_completion, said.staging_completion
+        return Pending(lambda: (done.result(), folder)[1], done.done, staged.result)
+
+    def close(self) -> None:
+        super().close()
+        torch.distributed.destroy_process_group()
+
+
+class Limit(Blocking):
     """What this machine allows: memcpy of the state into resident memory by two threads, then its bytes written and
     read directly, without a format. By plait's C++, since torch's copy waits in OpenMP on a busy machine."""
+
+    package, syncs = "plait", True
 
     def __init__(self, state: State) -> None:
         self.pool = _C.StagingPool(size_of(state))
         self.io = _C.PosixIo()
         self.crcs: list[int] = []
 
-    def save(self, folder: Path, state: State) -> Saved:
-        start = time.perf_counter()
+    def begin(self, folder: Path, state: State) -> Pending:
         self.pool.copy_in(pieces_of(state))
-        stall_s = time.perf_counter() - start
-        start = time.perf_counter()
-        folder.mkdir()
-        size = size_of(state)
-        self.crcs = _C.write_file(self.io, folder / "state", b"", [(self.pool.address, size, 0)], size).crcs
-        return Saved(stall_s, time.perf_counter() - start, folder)
+        start = time.perf_counter()  # of the write alone
+        took: list[float] = []
+
+        def write() -> Path:
+            folder.mkdir()
+            size = size_of(state)
+            self.crcs = _C.write_file(self.io, folder / "state", b"", [(self.pool.address, size, 0)], size).crcs
+            took.append(time.perf_counter() - start)
+            return folder
+
+        return Pending(write, lambda: bool(took), durable_s=lambda: took[0])
 
     def load(self, path: Path, state: State) -> None:
         requests = [(offset, nbytes, address) for address, nbytes, offset in pieces_of(state)]
@@ -173,38 +230,6 @@ class Limit:
 
     def close(self) -> None:
         self.pool.close()
-
-
-def size_of(state: State) -> int:
-    """Bytes of all tensors."""
-    return sum(value.nbytes for value in state.values())
-
-
-def pieces_of(state: State) -> list[tuple[int, int, int]]:
-    """(address, nbytes, offset) of each tensor, packed."""
-    pieces, offset = [], 0
-    for value in state.values():
-        pieces.append((value.data_ptr(), value.nbytes, offset))
-        offset += value.nbytes
-    return pieces
-
-
-def copy_into(state: State, loaded: State) -> None:
-    """Copies into the tensors that training holds; a name that is missing or too many is a KeyError."""
-    if loaded.keys() != state.keys():
-        raise KeyError(f"names differ: {sorted(loaded.keys() ^ state.keys())}")
-    for name, value in state.items():
-        value.copy_(loaded[name])
-
-
-def sync_folders(folder: Path) -> None:
-    """Makes the names durable: fsync of the folder and of the one that holds it."""
-    for path in (folder, folder.parent):
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
 
 def build(root: Path, state: State) -> tuple[dict[str, Provider], dict[str, Measured]]:

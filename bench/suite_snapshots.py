@@ -7,12 +7,14 @@ One state of fp32 tensors, one process, one disk. A case looks at one quantity, 
 Each case has its limit measured in the same rounds: a copy of the state in memory, one direct write, one direct
 read (checksums included). Warm: what a provider keeps between saves (staging memory) is kept, as in a long run.
 A save is loaded and compared bit for bit before its provider is timed, and again in one round drawn at random.
+
+The full run has two more cases, on this machine's disk and in memory (tmpfs), of 1 GiB: everything at once, beside
+other libraries where they are installed (snapshot_whole.py; how to bring them: snapshot_others.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import shutil
 import tempfile
@@ -25,7 +27,10 @@ from statistics import median
 import torch
 
 from plait import _C
-from plait.bench.snapshot_peers import State, build
+from plait.bench import snapshot_table, snapshot_whole
+from plait.bench.snapshot_memory import drop_from_cache
+from plait.bench.snapshot_peers import build
+from plait.bench.snapshot_way import State, save
 from plait.bench.spec import Case, CaseResult, Measured, Options, Suite, WrongResultError
 from plait.bench.stats import paired_ratio
 
@@ -41,20 +46,17 @@ ODD = 1013  # elements by which tensor sizes differ: no multiple of a page, a bl
 
 
 def cases(full: bool) -> list[Case]:
-    """64 MiB in 30 tensors; with `full` also warm restores, and 1 GiB in 300."""
-    sizes = [(64, 30), (1024, 300)] if full else [(64, 30)]
-    quantities = (
-        ["stall", "durable", "restore cold", "restore warm"] if full else ["stall", "durable", "restore cold"]
-    )
-    return [
+    """64 MiB in 30 tensors; with `full` also warm restores, and all of it with 1 GiB in 300."""
+    quantities = ["stall", "durable", "restore cold", *(["restore warm"] if full else [])]
+    small = [
         Case(
-            f"{mib} MiB in {count}, {quantity}",
-            {"mib": mib, "tensors": count, "quantity": quantity},
-            bytes_moved=float(mib * MIB),
+            f"64 MiB in 30, {quantity}",
+            {"mib": 64, "tensors": 30, "quantity": quantity},
+            bytes_moved=float(64 * MIB),
         )
-        for mib, count in sizes
         for quantity in quantities
     ]
+    return [*small, *(snapshot_whole.cases(1024, 300) if full else [])]
 
 
 def make_state(nbytes: int, count: int, seed: int) -> State:
@@ -66,17 +68,6 @@ def make_state(nbytes: int, count: int, seed: int) -> State:
     if min(sizes) < 1:
         raise ValueError(f"nbytes={nbytes}: too few for {count} tensors; use at least {count * 8 * ODD}")
     return {f"layer.{index}": torch.randn(size, generator=generator) for index, size in enumerate(sizes)}
-
-
-def drop_from_cache(path: Path) -> None:
-    """Asks the kernel to forget the cached pages of all files under path, which are synced already."""
-    for file in path.rglob("*"):
-        if file.is_file():
-            fd = os.open(file, os.O_RDONLY)
-            try:
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(fd)
 
 
 class Bench:
@@ -99,7 +90,7 @@ class Bench:
         self.count += 1
         for value in self.state.values():
             value[0] = float(self.count)
-        saved = provider.save(self.root / f"save-{self.count}", self.state)
+        saved = save(provider, self.root / f"save-{self.count}", self.state)
         times = {"stall": saved.stall_s, "durable": saved.durable_s}
         if self.kind == "restore" or checked:
             seconds = self.restore(name, saved.path, checked)
@@ -130,6 +121,8 @@ def measure(case: Case, options: Options) -> CaseResult:
     Ends after BUDGET_S, but not before MIN_ROUNDS (or fewer, where fewer are asked for). ValueError where the disk
     lacks room; one state lies on it at a time.
     """
+    if case.params["quantity"] == "all":
+        return snapshot_whole.measure(case, options)
     nbytes = case.params["mib"] * MIB
     warmup = min(options.warmup, 1)  # one turn faults in the staging memory; the check before it made all folders
     order = random.Random(options.seed)
@@ -178,4 +171,5 @@ def quiet() -> Iterator[None]:
         yield
 
 
-SUITE = Suite("snapshots", "saving and restoring a state of fp32 tensors, ours and torch's ways", cases, measure)
+ABOUT = "saving and restoring a state of fp32 tensors, ours and others' ways"
+SUITE = Suite("snapshots", ABOUT, cases, measure, text=snapshot_table.text)
