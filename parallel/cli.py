@@ -169,7 +169,8 @@ def _show(args: argparse.Namespace) -> None:
     print(_picture(timelines))
     if args.measured:
         plan, measured = timelines
-        print(f"\nmeasured / planned makespan: {measured.makespan / plan.makespan:.4f}")
+        ratio = f"{measured.makespan / plan.makespan:.4f}" if plan.makespan else "none: the plan takes no time"
+        print(f"\nmeasured / planned makespan: {ratio}")
 
 
 def _measured_prices(ran: Schedule, measured: Timeline, schedule: Schedule) -> AnyCosts:

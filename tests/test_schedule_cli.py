@@ -202,3 +202,16 @@ def test_a_runs_measured_times_are_costs(capsys, tmp_path):
     )
     assert main(["search", "--ranks", "2", "--microbatches", "8", "--costs", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["stages"] == 2
+
+
+def test_costs_of_nothing_are_no_traceback(capsys, tmp_path):
+    """Only messages cost, or nothing at all: once a division by the busiest rank's zero time."""
+    size = ["--ranks", "2", "--microbatches", "2"]
+    files = ["--svg", str(tmp_path / "a.svg"), "--perfetto", str(tmp_path / "a.json")]
+    for costs in ("0,0,0,1", "0,0,0"):
+        for command in (["show", "gpipe", *files], ["compare"], ["search"]):
+            assert main([*command, *size, "--costs", costs]) == 0, (command, costs)
+    run = str(a_run(tmp_path))
+    capsys.readouterr()
+    assert main(["show", "--measured", run, "--costs", "0,0,0"]) == 0
+    assert "none: the plan takes no time" in capsys.readouterr().out

@@ -158,15 +158,15 @@ def measured_costs(schedule: Schedule, measured: Timeline) -> Costs:
 
     A backward seen only whole is taken to be half I and half W; of an action seen only inside pairs, F takes a third.
     """
-    seen: dict[tuple[int, Op], list[float]] = {}
+    seen: dict[tuple[int, Op, bool], list[float]] = {}  # stage, operation, whether inside a pair
     for event in (event for lane in measured.lanes for event in lane):
+        paired = bool(event.action.parts)
         for single in event.action.singles:
-            part = 1.0 if not event.action.parts else 1 / 3 if single.op is Op.F else 2 / 3
-            key = (single.stage, single.op) if not event.action.parts else (~single.stage, single.op)
-            seen.setdefault(key, []).append((event.end - event.start) * part)
+            part = 1.0 if not paired else 1 / 3 if single.op is Op.F else 2 / 3
+            seen.setdefault((single.stage, single.op, paired), []).append((event.end - event.start) * part)
 
     def typical(stage: int, op: Op) -> float | None:
-        values = seen.get((stage, op)) or seen.get((~stage, op))
+        values = seen.get((stage, op, False)) or seen.get((stage, op, True))
         return median(values) if values else None
 
     columns: dict[str, list[float]] = {"forward": [], "backward": [], "input": [], "weight": []}

@@ -132,7 +132,7 @@ def timeline(
         float(makespan),
         tuple(map(float, busy)),
         float(1 - sum(busy) / (len(lanes) * makespan)) if makespan else 0.0,
-        float(makespan / max(busy) - 1) if makespan else 0.0,
+        float(makespan / max(busy) - 1) if max(busy) else 0.0,
         float(1 - busy[longest] / spans[longest]) if spans[longest] else 0.0,
         peak_activations,
         tuple(Message(*m)._replace(start=float(m[5] - origin), end=float(m[6] - origin)) for m in messages),
