@@ -2,8 +2,9 @@
 
 Not a promise of the caller: every save asks again. The one idea: what a plan depends on (which objects stand where,
 and each tensor's address, shape, strides, dtype and device) can be compared by calls that loop in C, so that an
-unchanged state costs Python only by container: a module, an optimizer, a dict. Whatever differs, or is of a kind that
-is not watched (a DTensor, a module with hooks on its state_dict), is flattened anew.
+unchanged state costs Python only by container: a module, an optimizer, a dict. A DTensor is what it was as long as
+its mesh, placements and shape are the same objects. Whatever differs, or is of a kind that is not watched (a module
+with hooks on its state_dict that are not FSDP2's), is flattened anew.
 
 Holds weak references and no tensor alive.
 """
@@ -19,11 +20,12 @@ from typing import Any
 import torch
 
 from plait.ckpt.aside import BARE
+from plait.ckpt.dtensors import is_dtensor
 from plait.ckpt.leaf import Leaf, Replicas, Sharded
 from plait.ckpt.optimizer import OptimizerState
 from plait.ckpt.state import Flat, Node, PerRank, flatten, has_named, is_object, unwrapped
 from plait.ckpt.values import encode
-from plait.ckpt.watch import DictWatch, ModuleWatch, OptimizerWatch, ShardedWatch, Watch
+from plait.ckpt.watch import DictWatch, LocalWatch, ModuleWatch, OptimizerWatch, ShardedWatch, Watch
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _FIXED: tuple[Callable[[Any], Any], ...] = (type, attrgetter("shape"), attrgetter("layout"))
@@ -95,8 +97,8 @@ def signature_of(flat: Flat, structure: Any = None) -> tuple[Any, ...]:
 class _Structure:
     """One flattened state, to be found again. Compared by identity."""
 
-    def __init__(self, root: _Part, flat: Flat, tensors: list[Any]) -> None:
-        self._root = root
+    def __init__(self, root: _Part, flat: Flat, tensors: list[Any], local: LocalWatch) -> None:
+        self._root, self._local = root, local
         nothing = torch.empty(0, device="meta")
         self._known = {n: (i, replace(f, tensor=nothing)) for i, (n, f) in enumerate(flat.tensors.items())}
         self._fixed = [list(map(of, tensors)) for of in _FIXED]
@@ -110,8 +112,9 @@ class _Structure:
     def again(self, state: Any) -> Flat | None:
         """Returns the state flattened, or None when it is not of this structure."""
         flat = Flat(Node("dict", "", "state", None))
-        tensors: list[Any] = []
-        if not self._root.collect(state, flat, tensors):
+        found: list[Any] = []
+        tensors = self._local.tensors(found) if self._root.collect(state, flat, found) else None
+        if tensors is None:
             return None
         if [list(map(of, tensors)) for of in _FIXED] != self._fixed:
             return None
@@ -126,13 +129,16 @@ def _structure_of(state: Any, flat: Flat) -> _Structure | None:
     root = _part_of(state, flat.root)
     if root is None:
         return None
-    again, tensors = Flat(flat.root), []  # type: ignore[var-annotated]
-    if not root.collect(state, again, tensors) or len(tensors) != len(flat.tensors):
+    again, found = Flat(flat.root), []  # type: ignore[var-annotated]
+    if not root.collect(state, again, found) or len(found) != len(flat.tensors):
         return None
+    local = LocalWatch(found)
+    tensors = local.tensors(found)
+    assert tensors is not None
     pointers = [leaf.tensor.data_ptr() for leaf in flat.tensors.values()]
     if not all(type(t) in _PLAIN for t in tensors) or [t.data_ptr() for t in tensors] != pointers:
         return None  # a state_dict() that makes new tensors at each call, or in an order of its own
-    return _Structure(root, flat, tensors)
+    return _Structure(root, flat, tensors, local)
 
 
 class _Part:
@@ -174,7 +180,7 @@ class _Part:
             return self._collect_options(value, flat)
         if self.kind == "tensor":
             tensors.append(value)
-            return type(value) in _PLAIN
+            return _can_watch(value)
         if self.kind == "value":
             return self._collect_value(value, flat)
         if self.kind == "per_rank":
@@ -209,6 +215,10 @@ class _Part:
         return True
 
 
+def _can_watch(value: Any) -> bool:
+    return type(value) in _PLAIN or is_dtensor(value)
+
+
 def _part_of(value: Any, node: Node) -> _Part | None:
     """Returns the part of a node of the tree over the value that it was made of; None when it cannot be watched."""
     if type(value) is Replicas:
@@ -233,11 +243,11 @@ def _part_of(value: Any, node: Node) -> _Part | None:
             watch = OptimizerWatch(value)
         elif isinstance(value, torch.optim.Optimizer):
             return None
-    elif node.kind == "dict" and value and all(type(v) in _PLAIN for v in value.values()):
+    elif node.kind == "dict" and value and all(map(_can_watch, value.values())):
         return _Part(Node("dict", node.name, node.path, None), [], DictWatch(value))
     elif node.kind == "dict" and value and all(type(v) is Sharded for v in value.values()):
         return _Part(Node("dict", node.name, node.path, None), [], ShardedWatch(value))
-    if node.kind == "tensor" and type(value) not in _PLAIN:
+    if node.kind == "tensor" and not _can_watch(value):
         return None
     content = inner.value if node.kind == "object" else value
     if node.kind == "object" and watch is None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
-from itertools import chain, compress, repeat
+from itertools import chain, compress, count, repeat
 from operator import attrgetter, call, contains, is_
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from plait.ckpt.dtensors import is_dtensor
 from plait.ckpt.leaf import Sharded
 from plait.ckpt.optimizer import OptimizerState
 
@@ -40,6 +41,33 @@ class DictWatch:
         return list(value.values()) if same else None
 
 
+class LocalWatch:
+    """The memory of this rank behind tensors of which some are DTensors: what the others know of these (mesh,
+    placements, shape) are the same objects again, of types that do not change."""
+
+    _SPEC = tuple(map(attrgetter, ("_spec.mesh", "_spec.placements", "_spec.tensor_meta")))
+
+    def __init__(self, tensors: list[Any]) -> None:
+        self._types, self._mask = list(map(type, tensors)), list(map(is_dtensor, tensors))
+        self._specs = self._specs_of(list(compress(tensors, self._mask)))
+        behind = count(len(tensors))
+        self._order = [next(behind) if shard else place for place, shard in enumerate(self._mask)]
+
+    def tensors(self, found: list[Any]) -> list[Any] | None:
+        """Returns the tensors with each DTensor replaced by its local one; None when anything else differs."""
+        if not self._specs:
+            return found
+        if list(map(type, found)) != self._types:
+            return None
+        shards = list(compress(found, self._mask))
+        if not all(map(is_, self._specs_of(shards), self._specs)):
+            return None
+        return list(map([*found, *map(attrgetter("_local_tensor"), shards)].__getitem__, self._order))
+
+    def _specs_of(self, shards: list[Any]) -> list[Any]:
+        return list(chain.from_iterable(map(part, shards) for part in self._SPEC))
+
+
 class ShardedWatch:
     """A dict whose values are all Sharded, the same objects again: of these only the tensor's memory can change."""
 
@@ -55,7 +83,8 @@ class ShardedWatch:
 
 
 class ModuleWatch:
-    """A module whose state_dict() is torch's own, down to every submodule, without hooks."""
+    """A module whose state_dict() is torch's own, down to every submodule, without hooks but those of FSDP2, which
+    bring its parameters back into shards."""
 
     def __init__(self, module: nn.Module) -> None:
         modules = list(_walk(module))
@@ -76,8 +105,11 @@ class ModuleWatch:
         modules = list(map(call, self._refs))
         if modules[0] is not value or not all(map(isinstance, modules, repeat(nn.Module))):
             return None
+        if _is_special(modules):
+            return None
+        list(map(call, _pre_hooks(modules)))
         known = (self._children, self._local_names, self._keys, self._not_saved)
-        if _is_special(modules) or self._structure(modules) != known:
+        if self._structure(modules) != known:
             return None
         values = list(chain.from_iterable(map(dict.values, _dicts(modules))))
         if list(map(is_, values, repeat(None))) != self._nones:
@@ -156,11 +188,25 @@ def _dicts(modules: list[Any]) -> list[dict[str, Any]]:
 def _is_special(modules: list[Any]) -> bool:
     """True when a module's state is of its own making: by its class, a method put into the object, or a hook."""
     kinds, own = set(map(type, modules)), list(map(vars, modules))
-    hooks = (attrgetter("_state_dict_hooks"), attrgetter("_state_dict_pre_hooks"))
     return (
         any(getattr(kind, name) is not getattr(nn.Module, name) for kind in kinds for name in _PLAIN_METHODS)
         or any(any(map(contains, own, repeat(name))) for name in _PLAIN_METHODS)
-        or any(chain.from_iterable(map(hook, modules) for hook in hooks))
+        or any(map(attrgetter("_state_dict_hooks"), modules))
+        or not all(map(_is_fsdp2, _pre_hooks(modules)))
+    )
+
+
+def _pre_hooks(modules: list[Any]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, map(attrgetter("_state_dict_pre_hooks"), modules))))
+
+
+def _is_fsdp2(hook: Any) -> bool:
+    """True for the hook that brings the parameters of one FSDP2 module back into shards, and does nothing else."""
+    code = getattr(hook, "__code__", None)
+    return code is not None and (code.co_name, code.co_names, hook.__module__) == (
+        "to_sharded_hook",
+        ("_to_sharded",),
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group",
     )
 
 

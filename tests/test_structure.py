@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
 
 from plait.ckpt import PerRank, Replicas, Sharded, Snapshots, optimizer_state, rng_state
 from plait.ckpt.capture import Capturer
 from plait.ckpt.reader import SnapshotReader
 from plait.ckpt.state import flatten
-from plait.ckpt.structure import Flattener
+from plait.ckpt.structure import Flattener, Leaves
+from tests.ranks import run_ranks
 
 
 def training(layers: int, width: int = 4) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
@@ -213,3 +217,50 @@ def test_nothing_is_kept_alive_between_saves(tmp_path):
         del model, optimizer, state
         gc.collect()
         assert not [ref for ref in refs if ref() is not None]
+
+
+def fsdp2_steps(rank: int, layers: int) -> int:
+    """Python steps of a later save of an FSDP2 model, its optimizer, and its state_dict as the caller keeps it, while
+    the parameters are in shards; after checking that every save gives what a walk does."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Sequential(nn.ParameterList([nn.Parameter(torch.randn(4, 3)) for _ in range(layers)]))
+    model.forward = lambda x: x * sum(p.sum() for p in model[0].parameters())  # type: ignore[method-assign, assignment]
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer_state(model, optimizer), "kept": None}
+    flattener, capturer = Flattener(), Capturer(rank, 2)
+    for _ in range(3):
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        model(torch.ones(2))  # leaves its parameters whole: they are sharded again for the save
+        state["kept"] = state["kept"] or model.state_dict()
+        model(torch.ones(2))
+        capturer._planned(flattener.flatten(state))
+        assert is_same(flattener.flatten(state), state)
+    steps = python_steps(lambda: capturer._planned(flattener.flatten(state)))
+    capturer.close()
+    assert (flattener.walks, capturer.plans_made) == (1, 1)
+    name, shard = next(iter(state["kept"].items()))
+    for changed in (shard.redistribute(placements=[Replicate()]), shard.to_local(), shard):
+        state["kept"][name] = changed
+        assert is_same(flattener.flatten(state), state) and type(flattener.flatten(state).tensors) is Leaves
+    assert flattener.walks == 4  # the last one: the spec of before, which is not the one known now
+    return steps
+
+
+@pytest.mark.ranks
+def test_fsdp2_is_found_again_without_python_work_per_tensor():
+    """Its modules have a hook each, which is theirs to call; its DTensors are looked at in C."""
+    few, many = (run_ranks(2, fsdp2_steps, layers) for layers in (4, 60))
+    assert few == many, (few, many)
+
+
+def test_a_module_with_a_hook_of_its_own_is_walked_at_every_save():
+    """It may change what state_dict() gives, so nothing is known beforehand."""
+    for register in ("register_state_dict_pre_hook", "register_state_dict_post_hook"):
+        model = training(2)[0]
+        getattr(model[0], register)(lambda *_: None)
+        flattener = Flattener()
+        for _ in range(3):
+            flattener.flatten({"model": model})
+        assert flattener.walks == 3, register
