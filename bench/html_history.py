@@ -36,7 +36,7 @@ def history(files: list[ResultFile]) -> Element | None:
         rows.append(history_row(files, name, result))
     if not rows:
         return None
-    titles = ("case", "over the runs, from 0", "first", "newest", "newest / first")
+    titles = ("case", "over the runs, from 0", "first on this machine", "newest", "newest / first")
     head = tag("thead", tag("tr", *(tag("th", t, class_="t" if t in titles[:2] else None) for t in titles)))
     about = f"{len(files)} runs, {files[0].date[:10]} to {newest.date[:10]}; a line breaks where the machine changed."
     table = tag("div", tag("table", head, tag("tbody", *rows)), class_="box")
@@ -44,22 +44,19 @@ def history(files: list[ResultFile]) -> Element | None:
 
 
 def history_row(files: list[ResultFile], name: str, result: CaseResult) -> Element:
-    """Ours and its peers over the files; the ratio only where the first run's machine is the newest one's."""
-    values = [(file, samples_at(file, name, result.ours)) for file in files]
-    first, last = next(pair for pair in values if pair[1]), values[-1]
-    before, after = median(first[1]), median(last[1])
-    same = same_hardware(first[0].machine, last[0].machine)
-    change = tag("td", f"{digits(after / before)}\u00d7" if same else "other machine", data_key="change",
-                 data_value=repr(after / before) if same else None, class_=None if same else "soft")  # fmt: skip
-    return tag(
-        "tr",
-        tag("td", name, class_="t"),
-        tag("td", trend(files, name, result), class_="t"),
-        tag("td", seconds_text(before), data_key="first", data_value=repr(before)),
-        tag("td", seconds_text(after), data_key="newest", data_value=repr(after)),
-        change,
-        data_history=name,
-    )
+    """Ours and its peers over the files; the ratio is to the first run on the newest one's machine."""
+    newest = files[-1]
+    older = [file for file in files[:-1] if same_hardware(file.machine, newest.machine)]
+    before = next((median(s) for file in older if (s := samples_at(file, name, result.ours))), None)
+    after = median(samples_at(newest, name, result.ours))
+    if before is None:
+        first, change = tag("td", "none here", class_="soft"), tag("td")
+    else:
+        first = tag("td", seconds_text(before), data_key="first", data_value=repr(before))
+        change = tag("td", f"{digits(after / before)}\u00d7", data_key="change", data_value=repr(after / before))
+    newest_cell = tag("td", seconds_text(after), data_key="newest", data_value=repr(after))
+    case, line_cell = tag("td", name, class_="t"), tag("td", trend(files, name, result), class_="t")
+    return tag("tr", case, line_cell, first, newest_cell, change, data_history=name)
 
 
 def trend(files: list[ResultFile], name: str, result: CaseResult) -> Element:

@@ -126,7 +126,7 @@ def section_part(section: Section) -> Element:
         tag("p", source, class_="soft"),
         section.plot,
         suite_table(section.lines, section.timed) if section.lines else None,
-        left_out(file.cases.values()),
+        left_out(file.cases.values(), section.lines),
         history(section.files),
         how_measured(file),
         id=file.suite,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from statistics import median
 
 from plait.bench.html_tags import Element, bytes_text, digits, join, rate_text, seconds_text, share_text, tag
 from plait.bench.roofline import Standing
@@ -30,6 +31,11 @@ class Line:
     @property
     def ours(self) -> bool:
         return self.provider == self.result.ours
+
+    def beside(self, samples: str, name: str) -> float | None:
+        """The median of what the device's sensors said beside the samples, else the figure of this name."""
+        readings = getattr(self.measured, samples, ())
+        return median(readings) if readings else self.figure(name)
 
     def figure(self, *names: str) -> float | None:
         """The first of these figures that was measured, or a fact of the compiler's."""
@@ -66,9 +72,11 @@ COLUMNS = (
            valid(lambda s: s.of_sheet), share_text),
     Column("of_measured", "% measured", "roofline time by the measured ceilings over the median",
            valid(lambda s: s.of_measured), share_text),
-    Column("clock", "clock", "SM clock beside the samples, MHz",
-           lambda line: line.figure("clock MHz", "SM clock MHz"), whole),
-    Column("power", "power", "W beside the samples", lambda line: line.figure("power W"), whole),
+    Column("clock", "clock", "SM clock beside the samples, MHz, median",
+           lambda line: line.beside("clocks_mhz", "clock MHz"), whole),
+    Column("power", "power", "W beside the samples, median", lambda line: line.beside("watts", "power W"), whole),
+    Column("throttled", "throttled", "samples taken while the device held its clock down: marked, not dropped",
+           lambda line: float(len(getattr(line.measured, "throttled", ()))) or None, whole),
     Column("energy", "energy", "J per iteration", lambda line: line.figure("energy J"), digits),
     Column("memory", "memory", "peak, net of what was live before",
            lambda line: line.figure("peak bytes", "memory bytes"), bytes_text),
@@ -78,7 +86,7 @@ COLUMNS = (
     Column("warps", "warps", "occupancy: warps resident on a multiprocessor, of 64",
            lambda line: line.figure("warps"), whole),
 )  # fmt: skip
-SHOWN = {"clock MHz", "SM clock MHz", "power W", "energy J", "peak bytes", "memory bytes", "registers", "spills"}
+SHOWN = {"clock MHz", "power W", "energy J", "peak bytes", "memory bytes", "registers", "spills"}
 SHOWN |= {"shared bytes", "warps"}
 
 
@@ -207,17 +215,21 @@ def bar(line: Line, group: list[Line]) -> Element:
     )
 
 
-def left_out(results: Iterable[CaseResult]) -> Element | None:
-    """What has no numbers: failed cases one by one, skipped providers by their reason."""
+def left_out(results: Iterable[CaseResult], lines: list[Line]) -> Element | None:
+    """What has no numbers: failed cases and impossible ones one by one, skipped providers by their reason."""
+    false = [(f"{s.case.name}, {s.provider}", s.invalid) for s in (line.standing for line in lines) if s.invalid]
     failed = [(one.case.name, one.error.splitlines()[0]) for one in results if one.error]
     skipped: dict[tuple[str, str], list[str]] = {}
     for one in results:
         for name, measured in one.providers.items():
             if measured.skipped:
                 skipped.setdefault((name, measured.skipped), []).append(one.case.name)
-    if not failed and not skipped:
+    if not failed and not skipped and not false:
         return None
     items = [tag("li", tag("b", "failed", class_="bad"), f" {name}: {why}", data_failed=name) for name, why in failed]
+    items += [
+        tag("li", tag("b", "INVALID", class_="bad"), f" {name}: {why}", data_invalid=name) for name, why in false
+    ]
     for (name, why), cases in skipped.items():
         where = cases[0] if len(cases) == 1 else f"{len(cases)} cases"
         items.append(tag("li", tag("b", name), f" left out of {where}: {why}", data_skipped=name))

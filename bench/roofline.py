@@ -79,12 +79,14 @@ def measured_roof(file: ResultFile) -> Roof:
     return Roof(f"measured on this {'card' if device == 'cuda' else 'host'}", memory, rates, device)
 
 
-HARDWARE = ("cpu", "cores", "memory_gib", "gpus")
+HARDWARE = ("cpu", "cores", "memory_gib")
+CARD = ("name", "memory_gib", "power_limit")
 
 
 def same_hardware(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Whether ceilings of one fingerprint say something about the other; versions may differ."""
-    return all(a.get(name) == b.get(name) for name in HARDWARE)
+    """Whether ceilings of one fingerprint say something about the other; versions and drivers may differ."""
+    cards = [[[gpu.get(name) for name in CARD] for gpu in machine.get("gpus") or []] for machine in (a, b)]
+    return all(a.get(name) == b.get(name) for name in HARDWARE) and cards[0] == cards[1]
 
 
 def roof_for(file: ResultFile, files: list[ResultFile]) -> Roof | None:

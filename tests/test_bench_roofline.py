@@ -78,6 +78,9 @@ def test_ceilings_of_other_hardware_are_not_used():
     file = file_of(result(Case("c", BF16, bytes_moved=1.0), 1.0))
     assert roofline.roof_for(file, [ceilings({**MACHINE, "cores": 4})]) is None
     assert roofline.roof_for(file, [ceilings({**MACHINE, "torch": "other"})]) is not None
+    gpu = MACHINE["gpus"][0]
+    assert roofline.roof_for(file, [ceilings({**MACHINE, "gpus": [{**gpu, "driver_version": "1"}]})]) is not None
+    assert roofline.roof_for(file, [ceilings({**MACHINE, "gpus": [{**gpu, "power_limit": "300"}]})]) is None
 
 
 @pytest.mark.parametrize("cache, invalid", [("", True), ("cold-rotate", True), ("hot", False)])

@@ -12,6 +12,7 @@ import pytest
 
 from plait.bench import cli, html_tags, report
 from plait.bench.html_report import page
+from plait.bench.html_tables import Line
 from plait.bench.html_tags import bytes_text, digits, rate_text, seconds_text, share_text, tag
 from plait.bench.peaks import card_named
 from plait.bench.result_file import ResultFile, read
@@ -214,14 +215,19 @@ def test_every_dot_of_the_roofline_is_a_row(shown):
 
 def test_history_compares_only_runs_of_one_machine():
     files = fake_files()
-    html = Page(page(files))
-    runs = [file for file in files if file.suite == "kernels"]
-    changes = [own for outer, own, _ in html.cells(data_key="change") if "data-history" in outer]
-    assert changes and not any("data-value" in own for own in changes), "the first run was on another card"
-    html = Page(page(runs[1:]))
-    for outer, own, text in html.cells(data_key="change"):
-        before, after = (median(f.cases[outer["data-history"]].providers["plait"].samples_s) for f in runs[1:])
-        assert float(own["data-value"]) == pytest.approx(after / before) and text == f"{digits(after / before)}\u00d7"
+    runs = [file for file in files if file.suite == "kernels"]  # the first was on another card
+    for shown_runs in (files, runs[1:]):
+        html, seen = Page(page(shown_runs)), 0
+        for outer, own, text in html.cells(data_key="change"):
+            before, after = (median(f.cases[outer["data-history"]].providers["plait"].samples_s) for f in runs[1:])
+            assert (
+                float(own["data-value"]) == pytest.approx(after / before)
+                and text == f"{digits(after / before)}\u00d7"
+            )
+            seen += 1
+        assert seen == len([one for one in runs[-1].cases.values() if not one.error])
+    html = Page(page([runs[0], runs[2]]))
+    assert html.cells(data_history="") and not html.cells(data_key="change")
 
 
 def test_failures_skips_and_impossible_numbers_are_said(shown):
@@ -235,7 +241,7 @@ def test_failures_skips_and_impossible_numbers_are_said(shown):
                 if measured.skipped:
                     assert html.cells(data_skipped=name)
     if len(files) == len(FILES["fake"]):
-        assert html.cells(data_key="invalid") and html.cells(data_failed="")
+        assert html.cells(data_key="invalid") and html.cells(data_failed="") and html.cells(data_invalid="")
 
 
 def test_machines_and_runs_are_all_there(shown):
@@ -271,6 +277,14 @@ def test_lower_bounds_are_not_called_times():
     assert (
         "nothing was timed" in text and "lower bound" in text and "95 % interval" not in text.split("How to read")[0]
     )
+
+
+def test_what_sensors_said_beside_the_samples_is_their_median():
+    measured = next(iter(fake_files()[0].cases.values())).providers["torch"]
+    line = Line(None, "torch", measured, None, None, {})  # type: ignore[arg-type]
+    assert line.beside("clocks_mhz", "clock MHz") is None
+    vars(measured)["clocks_mhz"] = [1980.0, 1410.0, 1830.0]
+    assert line.beside("clocks_mhz", "clock MHz") == 1830.0
 
 
 def test_a_suite_in_which_everything_failed_still_has_a_page():
