@@ -19,9 +19,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from plait.parallel.collectives import Handle, all_reduce, reduce_scatter
+from plait.parallel.collectives import Handle
 from plait.parallel.mesh import Axis
 from plait.parallel.placement import Placement
+from plait.parallel.wire import Phase, part_of, whole_sum
 
 ALIGN = 64  # elements: 128 bytes at 16 bits, the alignment that vector loads and TMA ask for
 
@@ -54,6 +55,8 @@ class Bucket:
     zero: int
     steps: tuple[Axis, ...] = ()
     late: bool = False
+    nodes: tuple[Axis, Axis] | None = None  # dp inside a node and across nodes, where it spans several
+    wire_dtype: torch.dtype | None = None  # what gradients travel over dp in; None: their own
     main: ClassVar[Tensor | None] = None  # master weights are the optimizer's own
     params: Tensor = field(init=False)
     grads: Tensor = field(init=False)  # of everything, or with `shards_grads` of this rank's shard
@@ -63,7 +66,7 @@ class Bucket:
         default_factory=Counter, init=False
     )  # with `shards_grads`: gradients in this step
     arrived: set[Slot] = field(default_factory=set, init=False)
-    todo: list[Axis] = field(default_factory=list, init=False)
+    todo: list[Phase] = field(default_factory=list, init=False)
     started: bool = field(default=False, init=False)
     handle: Handle | None = field(default=None, init=False)
 
@@ -114,8 +117,7 @@ class Bucket:
     @property
     def shard(self) -> tuple[int, int]:
         """The range of the flat buffers that is this dp coord's to own (ZeRO-1, 2) and to count (always)."""
-        size = self.numel // self.axis.size
-        return self.axis.coord * size, (self.axis.coord + 1) * size
+        return part_of(self.numel, self.axis)
 
     @property
     def owned(self) -> tuple[int, int]:
@@ -152,8 +154,17 @@ class Bucket:
     def start_reduce(self) -> None:
         """Starts the first sum; `advance` starts the others."""
         self.started = True
-        self.todo = [*self.steps, self.axis]
+        self.todo = [Phase("all_reduce", axis, (0, self.numel)) for axis in self.steps]
+        if self.zero:
+            self.todo.append(self.scatter)
+        else:
+            self.todo += whole_sum(self.numel, self.axis, self.nodes, self.wire_dtype)
         self._start_next()
+
+    @property
+    def scatter(self) -> Phase:
+        """The sum over dp of which this rank keeps its shard."""
+        return Phase("reduce_scatter", self.axis, self.shard, self.wire_dtype)
 
     def advance(self) -> bool:
         """Waits for the sum under way and starts the next one; False when there was nothing left to wait for."""
@@ -166,12 +177,7 @@ class Bucket:
         return True
 
     def _start_next(self) -> None:
-        axis = self.todo.pop(0)
-        if self.zero and not self.todo:
-            start, stop = self.shard
-            self.handle = reduce_scatter(self.grads, axis, out=self.grads[start:stop], async_op=True)
-        else:
-            self.handle = all_reduce(self.grads, axis, async_op=True)
+        self.handle = self.todo.pop(0).start(self.grads)
 
 
 def round_up(number: int, unit: int) -> int:

@@ -69,8 +69,9 @@ class DataParallel:
 
     Construction moves every parameter that requires a gradient into a bucket; `param.data` is a view from then on.
     `tied` maps a stage to this rank's copy of the tied weight and `tied_ranks` are the two global ranks that hold one
-    (default: this rank alone where it has both, else first and last of the pp axis). Collective over dp, the replicas
-    and the tied pair.
+    (default: this rank alone where it has both, else first and last of the pp axis). `wire_dtype`: what gradients
+    travel over dp in (bfloat16: half the bytes, one rounding of each rank's part and one of the sum). With zero=0 on
+    a mesh with `node_size` the sum is hierarchical. Collective over dp, the replicas and the tied pair.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class DataParallel:
         *,
         zero: int = 0,
         bucket_bytes: int = 16 << 20,
+        wire_dtype: torch.dtype | None = None,
         tied: Mapping[int, nn.Parameter] | None = None,
         tied_ranks: tuple[int, ...] | None = None,
         decay: Callable[[str, Tensor], bool] = decays,
@@ -89,13 +91,15 @@ class DataParallel:
                 f"zero={zero} must be 0 (nothing sharded), 1 (optimizer state) or 2 (gradients too); "
                 "3 is plait.parallel.fully_sharded.FullySharded"
             )
+        if wire_dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
+            raise ValueError(f"wire_dtype={wire_dtype} must be None (as accumulated), float32, bfloat16 or float16")
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes={bucket_bytes} must be at least 1")
         self.mesh, self.zero = mesh, zero
         self.axis = mesh.axis(*([name for name in ("dp", "cp") if name in mesh.sizes] or ["dp"]))
         self._tied_ranks = tied_pair(tied or {}, tied_ranks, mesh)
         slots = self._slots(stages, tied or {}, decay)
-        self.buckets = self._build(slots, bucket_bytes)
+        self.buckets = self._build(slots, bucket_bytes, wire_dtype)
         self._check_layout()
         self._stages = tuple(stages)
         self._early = {s: [b for b in self.buckets if not b.late and b.slots[0].stages == (s,)] for s in stages}
@@ -136,7 +140,7 @@ class DataParallel:
             raise ValueError("tied: a tied weight is not a trainable parameter of the local stages")
         return list(slots.values())
 
-    def _build(self, slots: Sequence[Slot], bucket_bytes: int) -> list[Bucket]:
+    def _build(self, slots: Sequence[Slot], bucket_bytes: int, wire_dtype: torch.dtype | None) -> list[Bucket]:
         """Groups the slots by what they wait for, and cuts each group into buckets in backward order."""
         groups: dict[tuple, list[Slot]] = {}
         for slot in reversed(slots):
@@ -145,11 +149,12 @@ class DataParallel:
             is_vector = self.zero == 2 and not late and slot.param.dim() < 2  # sharded_grads.py says why
             groups.setdefault((late, slot.stages, slot.tied, is_vector, partial_ranks), []).append(slot)
         buckets = []
+        nodes = None if self.zero else self.mesh.across_nodes(self.axis)
         for (late, _, is_tied, _, ranks), members in sorted(groups.items(), key=lambda group: group[0][:4]):
             steps = [self.mesh.line("tied", self._tied_ranks)] if is_tied else []
             steps += [self.mesh.line("replicas", ranks)] if len(ranks) > 1 else []
             for some in fill(members, bucket_bytes):
-                buckets.append(Bucket(some, self.axis, self.zero, tuple(steps), late))
+                buckets.append(Bucket(some, self.axis, self.zero, tuple(steps), late, nodes, wire_dtype))
         return buckets
 
     def _check_layout(self) -> None:

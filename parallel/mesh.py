@@ -165,6 +165,7 @@ class Mesh:
     device: torch.device = torch.device("cpu")
     device_mesh: DeviceMesh | None = field(default=None, repr=False, compare=False)
     timeout_s: float = 600.0
+    node_size: int = 0  # ranks of a node, which are consecutive; 0: all are on one
     _groups: dict[tuple[tuple[int, ...], str], ProcessGroup] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -174,16 +175,20 @@ class Mesh:
         order: tuple[str, ...] = ORDER,
         device_type: str | None = None,
         timeout_s: float = 600.0,
+        node_size: int = 0,
         **sizes: int,
     ) -> Mesh:
         """Builds the grid on the initialised world; collective. Keywords are axis sizes: `Mesh.create(dp=2, tp=2)`.
 
         `device_type` is "cuda" when the world has NCCL, else "cpu"; the CUDA device is the current one. `timeout_s`
-        bounds every wait in the groups made here. Without a process group only a grid of one rank is possible.
+        bounds every wait in the groups made here. `node_size`: ranks of a node, which are consecutive, as torchrun's
+        LOCAL_WORLD_SIZE; 0: all ranks are on one. Without a process group only a grid of one rank is possible.
         ValueError, before any rank talks, when the sizes do not multiply to the world size.
         """
         if not timeout_s > 0:
             raise ValueError(f"timeout_s={timeout_s!r} must be above 0 seconds")
+        if node_size < 0:
+            raise ValueError(f"node_size={node_size} must be at least 0: the ranks of a node, 0 for one node")
         running = dist.is_available() and dist.is_initialized()
         check_grid(sizes, dist.get_world_size() if running else 1, order)
         grid = GridShape.of(sizes or {"dp": 1}, order)
@@ -191,14 +196,14 @@ class Mesh:
             return cls(grid, 0, pick_device(device_type, "gloo"), None, timeout_s)
         rank = dist.get_rank()
         device = pick_device(device_type, dist.get_backend_config())
-        mesh = cls(grid, rank, device, None, timeout_s)
+        mesh = cls(grid, rank, device, None, timeout_s, node_size)
         groups = [mesh.new_group(grid.ranks(rank, name)) for name in grid.names]
         ranks = torch.arange(grid.world_size).view(grid.shape)
         if len(groups) == 1:
             device_mesh = DeviceMesh.from_group(groups[0], device.type, mesh_dim_names=grid.names)
         else:
             device_mesh = DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=grid.names)
-        return cls(grid, rank, device, device_mesh, timeout_s, mesh._groups)
+        return cls(grid, rank, device, device_mesh, timeout_s, node_size, mesh._groups)
 
     @classmethod
     def single(cls, device_type: str | None = None) -> Mesh:
@@ -237,6 +242,20 @@ class Mesh:
         if len(ranks) == 1:
             return Axis.single(name, self.rank)
         return Axis(name, len(ranks), ranks.index(self.rank), ranks, self.new_group(ranks))
+
+    def across_nodes(self, axis: Axis) -> tuple[Axis, Axis] | None:
+        """Returns (axis inside this node, axis across nodes) of an axis that has as many ranks, above 1, on each of
+        several nodes; else None. Its members create the groups together."""
+        nodes: dict[int, list[int]] = {}
+        for rank in axis.ranks:
+            nodes.setdefault(rank // (self.node_size or self.world_size), []).append(rank)
+        if len(nodes) == 1 or {len(ranks) for ranks in nodes.values()} != {len(axis.ranks) // len(nodes)}:
+            return None
+        mine = next(ranks for ranks in nodes.values() if self.rank in ranks)
+        if len(mine) == 1:
+            return None
+        inside = self.line(f"{axis.name}_in_node", tuple(mine))
+        return inside, self.line(f"{axis.name}_across_nodes", tuple(r[inside.coord] for r in nodes.values()))
 
     def group(self, *names: str) -> ProcessGroup | None:
         """Returns the process group along the axes `names`; None when it would hold one rank."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from plait.parallel.buckets import Bucket, Slot
-from plait.parallel.collectives import Handle, reduce_scatter
+from plait.parallel.collectives import Handle
 
 MAX_IN_FLIGHT = 2  # one travels while the next one's gradients are computed
 
@@ -105,10 +105,7 @@ class GradShards:
         self.lend(bucket)  # its gradients may all have gone with an earlier sum
         full = bucket.full
         assert full is not None
-        start, stop = bucket.shard
-        self._flights.append(
-            _Flight(bucket, full, reduce_scatter(full, bucket.axis, out=full[start:stop], async_op=True))
-        )
+        self._flights.append(_Flight(bucket, full, bucket.scatter.start(full)))
         bucket.passes += 1
         bucket.give_back()
 

@@ -55,7 +55,9 @@ def make_mesh(plan: RunPlan, rank: Rank) -> Mesh:
     """The grid of a connected rank; without a process group when it is alone. Collective."""
     device_type = rank.device().type
     sizes: dict[str, Any] = dict(plan.sizes)
-    return Mesh.single(device_type) if plan.world_size == 1 else Mesh.create(device_type=device_type, **sizes)
+    if plan.world_size == 1:
+        return Mesh.single(device_type)
+    return Mesh.create(device_type=device_type, node_size=rank.place.local_world_size, **sizes)
 
 
 class Trainer:

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.kernels import adamw_ref
-from plait.parallel import buckets as buckets_module
-from plait.parallel import sharded_grads
+from plait.parallel import sharded_grads, wire
 from plait.parallel.buckets import ALIGN, fill, overlap, round_up
 from plait.parallel.data import DataParallel, ShardedAdamW, clip_factor, decays
 from plait.parallel.gradients import accumulate, add_use
@@ -168,15 +167,16 @@ class Log:
 
     def __init__(self):
         self.events = []
-        sums = [(buckets_module, "all_reduce"), (buckets_module, "reduce_scatter"), (sharded_grads, "reduce_scatter")]
-        for module, name in sums:
-            original = getattr(module, name)
+        self.dtypes = set()
+        for name in ("all_reduce", "reduce_scatter", "all_gather"):
+            original = getattr(wire, name)
 
             def logged(tensor, axis, *args, _name=name, _original=original, **kwargs):
                 self.events.append((_name, axis.name, tensor.numel()))
+                self.dtypes.add(tensor.dtype)
                 return _original(tensor, axis, *args, **kwargs)
 
-            setattr(module, name, logged)
+            setattr(wire, name, logged)
 
 
 def body_accumulate(rank, zero):
@@ -307,6 +307,64 @@ def body_missing_gradient(rank):
 def test_zero2_takes_gradients_in_any_order_and_none():
     flat = torch.cat(run_ranks(2, body_missing_gradient))
     assert sorted(flat.tolist()) == [0.0] * (flat.numel() - 128) + [6.0] * 128
+
+
+# ---- how a sum travels -------------------------------------------------------------------------------------------
+
+
+def body_two_nodes(rank, node_size, wire_dtype):
+    mesh = Mesh.create(dp=4, node_size=node_size)
+    log = Log()
+    model = model_of(torch.float32)
+    dp = DataParallel({0: model}, mesh, wire_dtype=wire_dtype)
+    x, weight = batch_of(0, dtype=torch.float32)
+    dp.open(0)
+    loss_of(model, x[rank::4], weight[rank::4], 1.0).backward()
+    dp.reduce(0)
+    dp.finish()
+    return log.events, log.dtypes, dp.buckets[0].grads.clone()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_sum_over_two_nodes_crosses_them_with_a_part(wire_dtype):
+    """Two nodes of two ranks: half of the bucket crosses, once per rank; equal bits everywhere; 16 bits travel."""
+    flat = run_ranks(4, body_two_nodes, 0, None)[0][2]
+    numel = flat.numel()
+    for events, dtypes, grads in (results := run_ranks(4, body_two_nodes, 2, wire_dtype)):
+        assert events == [
+            ("reduce_scatter", "dp_in_node", numel),
+            ("all_reduce", "dp_across_nodes", numel // 2),
+            ("all_gather", "dp_in_node", numel // 2),
+        ]
+        assert torch.equal(grads, results[0][2]) and dtypes == {wire_dtype or torch.float32}
+        # each part is rounded once on the way into a node's sum, and twice as a sum
+        bound = 3 * 2**-8 if wire_dtype else 1e-6
+        assert float((grads - flat).abs().max() / flat.abs().max()) < bound
+    for events, dtypes, grads in (results := run_ranks(4, body_two_nodes, 0, wire_dtype)):
+        assert events == [("all_reduce", "dp", numel)] and dtypes == {wire_dtype or torch.float32}
+        assert torch.equal(grads, results[0][2])
+
+
+def body_nodes(rank):
+    mesh = Mesh.create(dp=2, tp=2, node_size=2)
+    assert mesh.across_nodes(mesh.axis("tp")) is None  # inside a node
+    assert mesh.across_nodes(mesh.axis("dp")) is None  # one rank of it on each node
+    uneven = replace(mesh, node_size=3)
+    assert uneven.across_nodes(mesh.axis("dp", "tp")) is None  # three and one
+    inside, across = mesh.across_nodes(mesh.axis("dp", "tp"))
+    return inside.ranks, across.ranks
+
+
+@pytest.mark.ranks
+def test_an_axis_is_split_where_it_spans_nodes_evenly():
+    assert run_ranks(4, body_nodes) == [
+        ((0, 1), (0, 2)), ((0, 1), (1, 3)), ((2, 3), (0, 2)), ((2, 3), (1, 3)),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="node_size=-1"):
+        Mesh.create(node_size=-1)
+    with pytest.raises(ValueError, match="wire_dtype=torch.int8"):
+        DataParallel({0: nn.Linear(2, 2)}, Mesh.single(), wire_dtype=torch.int8)
 
 
 # ---- sums that come before dp ------------------------------------------------------------------------------------
