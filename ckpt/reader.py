@@ -66,6 +66,8 @@ def read_manifest(io: _C.Io, folder: Path, key: Key | None = None) -> Manifest:
             if manifest.commit == "disks" and FILE_NAME.fullmatch(entry.name):
                 continue  # a data file on the disk of its rank; whoever needs it will find out
             raise SnapshotDamaged(f"'{folder / entry.name}' is missing") from None
+        except OSError as error:
+            raise SnapshotDamaged(f"'{folder / entry.name}' cannot be read: {error}") from error
         if size != entry.bytes:
             raise SnapshotDamaged(f"'{folder / entry.name}' has {size} bytes, the manifest says {entry.bytes}")
     return manifest
@@ -102,12 +104,10 @@ class SnapshotReader:
         self._threads, self._key, self._spare = threads, key, spare
         self.manifest = self._open_manifest()
         self._entries = {entry.name: entry for entry in self.manifest.files}
-        self.bytes_read = 0
-        self.filled: list[str] = []
+        self.bytes_read, self.filled = 0, list[str]()
 
     @property
-    def place(self) -> str:
-        """Where it lies, for people."""
+    def place(self) -> str:  # for people
         return str(self.folder)
 
     @cached_property
@@ -176,18 +176,20 @@ class SnapshotReader:
 
     def _verify(self, rank: int, step: int | None, file: DataFile) -> list[str]:
         scratch = torch.empty(min(file.bytes, WINDOW_BYTES // 4), dtype=torch.uint8)
-        damage = []
+        damage: list[str] = []
         for start in range(0, file.bytes, scratch.numel()):
             stop = min(file.bytes, start + scratch.numel())
             try:
                 self._ranges((rank, step), [(start, stop - start, scratch.data_ptr())])
-            except SnapshotDamaged:
+            except SnapshotDamaged as first:
+                known = len(damage)
                 for at in range(start, stop, file.block_bytes):
                     try:
                         request = (at, min(file.block_bytes, stop - at), scratch.data_ptr())
                         self._ranges((rank, step), [request])
                     except SnapshotDamaged as error:
                         damage.append(str(error))
+                damage += [f"{first}; good at a second look"] * (len(damage) == known)
         return damage
 
     def _read_window(self, file: FileKey, moves: list[Move]) -> None:
@@ -252,12 +254,10 @@ class SnapshotReader:
     def _open_manifest(self) -> Manifest:
         return read_manifest(self._io, self.folder, self._key)
 
-    def _fetch(self, name: str, num_bytes: int) -> bytes:
-        """Returns a small file as it lies there."""
+    def _fetch(self, name: str, num_bytes: int) -> bytes:  # a small file as it lies there
         return _C.read_small(self._io, self.folder / name, num_bytes)
 
-    def _content(self, name: str, stored: bytes) -> bytes:
-        """Returns what a small file says."""
+    def _content(self, name: str, stored: bytes) -> bytes:  # what a small file says
         return stored
 
     def stored_manifest(self) -> bytes:

@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,17 @@ from plait.ckpt.cli import check_snapshot, main
 from plait.ckpt.crypt import load_key
 from plait.ckpt.reader import SnapshotReader
 from plait.ckpt.tiers import Tier
-from tests.faults import KILLED, count_ops, empty_state, flip, in_child, is_small_state, on_ranks, small_state
+from tests.faults import (
+    KILLED,
+    count_ops,
+    empty_state,
+    failing,
+    flip,
+    in_child,
+    is_small_state,
+    on_ranks,
+    small_state,
+)
 from tests.s3_server import S3Server, s3_server
 
 KEY = bytes(range(32))
@@ -470,3 +481,116 @@ def test_damage_without_a_good_copy_is_named(tmp_path):
         restored(tmp_path / "near", [Tier(tmp_path / "far")])
     with pytest.raises(SnapshotDamaged):
         SnapshotReader(tmp_path / "far/step-000000001").read_full("model/layer.0")
+
+
+def two_copies(tmp_path: Path, key: bytes | None = None, **coding) -> Tier:
+    """Steps 1 and 2, here and in a folder."""
+    tier = Tier(tmp_path / "far", retry_s=0.0, **coding)
+    with Snapshots(tmp_path / "near", tiers=[tier], key=key) as snapshots:
+        for step in (1, 2):
+            snapshots.save(step, small_state(step)).wait("remote")
+    return tier
+
+
+@pytest.mark.parametrize("coding", CODINGS[::3], ids=NAMES[::3])
+def test_a_read_error_anywhere_in_a_restore_costs_nothing_while_there_is_a_copy(tmp_path, coding):
+    tier = two_copies(tmp_path, KEY, **coding)
+
+    def restore(io: _C.Io):
+        snapshots = Snapshots(tmp_path / "near", read_only=True, threads=1, tiers=[tier], key=KEY, io=io)
+        return snapshots.restore(empty_state())
+
+    ops = count_ops(restore)
+    said = []
+    for index, op in enumerate(ops):
+        found = restore(_C.FaultIo([(index, "errno", errno.EIO)]))
+        assert found.step == 2 and is_small_state(found.values, 2), op
+        said += [*found.report.filled, *(reason for _, reason in found.report.skipped)]
+    assert len(said) > len(ops) / 2 and all("Input/output error" in text for text in said), said
+    assert {text.partition(" ")[0].rpartition("/")[2] for text in said} >= {"MANIFEST.json'", "r00000.safetensors'"}
+
+
+def test_a_read_error_of_the_local_disk_during_a_copy_says_its_errno_and_harms_nothing(tmp_path):
+    tier = two_copies(tmp_path)
+    with Snapshots(tmp_path / "near", tiers=[tier]) as snapshots:
+        snapshots.save(3, small_state(3)).wait("remote")
+        copier = snapshots._tiers._lanes[0]._copier
+        good, copier.launch = copier.launch, replace(copier.launch, io=failing("pread", errno.EIO))
+        handle = snapshots.save(4, small_state(4))
+        handle.wait()
+        with pytest.raises(SnapshotDamaged, match=r"near/step-000000004/.*' cannot be read: .*Input/output error"):
+            handle.wait("remote")
+        copier.launch = good
+        assert restored(tmp_path / "none", [tier])[0] == 3 and restored(tmp_path / "near", [tier])[0] == 4
+        snapshots.save(5, small_state(5)).wait("remote")
+    assert restored(tmp_path / "none", [tier])[0] == 5
+
+
+def test_the_command_line_says_a_read_error_and_ends_with_1(tmp_path, capsys, monkeypatch):
+    two_copies(tmp_path)
+    near, posix = str(tmp_path / "near"), _C.PosixIo
+    arguments = {
+        "verify": [near],
+        "show": [near],
+        "copy": [near, str(tmp_path / "third"), "--retry-s", "0"],
+        "diff": [near, near],
+    }
+    reported = set()
+    for command, paths in arguments.items():
+        for number in range(8):  # which Io of the process fails, and at which of its reads
+            for nth in range(4):
+                made: list[_C.FaultIo] = []
+                reads = [i for i, (n, _) in enumerate(_ios(command, paths, monkeypatch, number)) if n == "pread"]
+                shutil.rmtree(tmp_path / "third", ignore_errors=True)
+                if nth >= len(reads):
+                    break
+
+                def faulty(made=made, number=number, at=reads[nth]):
+                    made.append(_C.FaultIo([(at, "errno", errno.EIO)] if len(made) == number else []))
+                    return made[-1]
+
+                monkeypatch.setattr(_C, "PosixIo", faulty)
+                capsys.readouterr()
+                code, out = main([command, *paths]), "".join(capsys.readouterr())
+                # RUN is its newest valid snapshot: where the manifest cannot be read, the one before
+                other = command != "verify" and "step-000000001" in out
+                if code == 0 and command == "copy":  # retention there reads too, when the copy is whole
+                    monkeypatch.setattr(_C, "PosixIo", posix)
+                    other = main(["verify", str(tmp_path / "third")]) == 0
+                shutil.rmtree(tmp_path / "third", ignore_errors=True)
+                assert other or (code == 1 and "Input/output error" in out), (command, number, reads[nth], out)
+                reported.add(command)
+    monkeypatch.setattr(_C, "PosixIo", posix)
+    assert reported == arguments.keys()
+
+
+def _ios(command: str, paths: list[str], monkeypatch, number: int) -> list[tuple[str, str]]:
+    """The operations of the Io that a command makes as its `number`-th, without a fault."""
+    ios: list[_C.FaultIo] = []
+
+    def counting():
+        ios.append(_C.FaultIo([]))
+        return ios[-1]
+
+    monkeypatch.setattr(_C, "PosixIo", counting)
+    assert main([command, *paths]) == 0
+    return list(ios[number].ops) if number < len(ios) else []
+
+
+def test_a_snapshot_whose_files_cannot_be_looked_at_gives_way_to_the_one_before(tmp_path, monkeypatch, capsys):
+    """It was an error of the whole restore, of retention and of ls."""
+    tier = two_copies(tmp_path)
+    real = os.stat
+
+    def stat(path, *args, **named):
+        if "near/step-000000002/r00000.safetensors" in str(path):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return real(path, *args, **named)
+
+    monkeypatch.setattr("plait.ckpt.reader.os.stat", stat)
+    assert restored(tmp_path / "near")[0] == 1 and restored(tmp_path / "near", [tier])[0] == 2
+    with Snapshots(tmp_path / "near", keep_last=1) as snapshots:
+        assert snapshots.latest() == 1
+        snapshots.save(3, small_state(3)).wait()
+    assert sorted(path.name for path in (tmp_path / "near").glob("step-*")) == ["step-000000002", "step-000000003"]
+    assert main(["ls", str(tmp_path / "near")]) == 1 and "Input/output error" in capsys.readouterr().out
