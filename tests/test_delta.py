@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from plait.ckpt.delta import MAX_BASES, REST
 from plait.ckpt.interop import assemble
 from plait.ckpt.reader import SnapshotReader
 from plait.ckpt.tiers import Tier
-from tests.faults import KILLED, count_ops, in_child, on_ranks
+from tests.faults import KILLED, count_ops, flip, in_child, on_ranks
 
 FROZEN = 40
 
@@ -198,3 +199,26 @@ def test_a_damaged_base_is_named(tmp_path):
     base.write_bytes(data)
     with pytest.raises(RuntimeError, match="r00000.s000000001.safetensors.*layers/layer"):
         restored(tmp_path)
+
+
+def test_a_base_is_one_inode_damage_in_it_is_found_in_every_step_and_a_copy_by_a_tool_is_none_of_them(tmp_path):
+    """What docs/format.md says of hard links: cp -r parts them, cp -a keeps them, a tier has bytes of its own."""
+    root, tier = tmp_path / "run", Tier(tmp_path / "far")
+    with Snapshots(root, keep_last=None, delta=True, tiers=[tier]) as snapshots:
+        for step in (1, 2, 3):
+            snapshots.save(step, state(step)).wait("remote")
+    subprocess.run(["cp", "-r", str(root), str(tmp_path / "apart")], check=True)
+    subprocess.run(["cp", "-a", str(root), str(tmp_path / "linked")], check=True)
+    shutil.copytree(root / "step-000000003", tmp_path / "one/step-000000003")
+    flip(root / "step-000000001/r00000.safetensors", 20_000)
+    for step in (1, 2, 3):
+        with pytest.raises(RuntimeError, match="CRC32C"):
+            restored(root, step)
+    assert [restored(tmp_path / "apart", step) for step in (1, 2, 3)] == [1, 2, 3]
+    assert restored(tmp_path / "one") == 3
+    flip(tmp_path / "apart/step-000000001/r00000.safetensors", 20_000)
+    assert restored(tmp_path / "apart") == 3
+    flip(tmp_path / "linked/step-000000001/r00000.safetensors", 20_000)
+    with pytest.raises(RuntimeError, match="CRC32C"):
+        restored(tmp_path / "linked", 3)
+    assert restored(root, tiers=[tier]) == 3
