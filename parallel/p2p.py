@@ -57,7 +57,7 @@ class Receipt:
 
     def __init__(self, p2p: P2P, channel: Channel, microbatch: int, specs: Specs) -> None:
         self._p2p, self.channel, self.microbatch, self.specs = p2p, channel, microbatch, specs
-        self._tensors = [p2p.buffer(spec) for spec in specs]
+        self._tensors = p2p.buffers(specs)
         self._works: list[Any] | None = None  # None: not posted
 
     def post(self) -> None:
@@ -104,6 +104,7 @@ class P2P(Headers):
         self._free: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
         self._used: set[tuple[tuple[int, ...], torch.dtype]] = set()  # shapes since the last listed step began
         self.num_buffers = 0  # receive buffers ever made
+        self.places: set[int] = set()  # their addresses
 
     def _communicators(self, mesh: Mesh, channels: Sequence[Channel]) -> dict[tuple[int, int], Any]:
         """One communicator per link of this rank, made in one order on all ranks.
@@ -138,7 +139,9 @@ class P2P(Headers):
             self.verify(channel)
         if self.staged:
             tensors = [tensor.cpu() for tensor in tensors]
-        kept = [tensor.contiguous() for tensor in tensors]
+        kept = []
+        for tensor in tensors:
+            kept.append(tensor.contiguous())
         works = self.start(channel, microbatch, kept, sending=True)
         return Sent(self, channel, microbatch, works, kept)
 
@@ -170,15 +173,21 @@ class P2P(Headers):
         while unposted and self.ends[unposted[0].channel].verified:
             unposted.pop(0).post()
 
-    def buffer(self, spec: TensorSpec) -> Tensor:
-        """A free receive buffer of that shape and dtype."""
-        key = (spec.shape, spec.dtype)
-        self._used.add(key)
-        free = self._free.get(key)
-        if free:
-            return free.pop()
-        self.num_buffers += 1
-        return torch.empty(spec.shape, dtype=spec.dtype, device="cpu" if self.staged else self.device)
+    def buffers(self, specs: Specs) -> list[Tensor]:
+        """Free receive buffers of those shapes and dtypes; new ones where there are none."""
+        found = []
+        for spec in specs:
+            key = (spec.shape, spec.dtype)
+            self._used.add(key)
+            free = self._free.get(key)
+            if free:
+                found.append(free.pop())
+            else:
+                self.num_buffers += 1
+                where = "cpu" if self.staged else self.device
+                found.append(torch.empty(spec.shape, dtype=spec.dtype, device=where))
+                self.places.add(found[-1].untyped_storage().data_ptr())
+        return found
 
     def release(self, specs: Specs, tensors: Sequence[Tensor]) -> None:
         """Gives the tensors of a received message back as buffers; nobody may read them any more."""
@@ -193,7 +202,8 @@ class P2P(Headers):
     def begin(self, listed: bool) -> None:
         """Opens a step. A listed one drops free buffers of shapes that were not asked for since the one before."""
         if listed:
-            self._free = {key: buffers for key, buffers in self._free.items() if key in self._used}
+            for key in self._free.keys() - self._used:
+                self.places -= {buffer.untyped_storage().data_ptr() for buffer in self._free.pop(key)}
             self._used.clear()
         else:
             for end in self.ends.values():

@@ -214,6 +214,8 @@ class Pipeline:
         """A step or an evaluation. A failure leaves the pipeline unusable, but holds on to nothing."""
         if self._broken:
             raise RuntimeError(f"this pipeline failed before ({self._broken}); make a new one")
+        if metrics not in ("mean", "local"):
+            raise ValueError(f"metrics={metrics!r} must be 'mean' or 'local'")
         state, count = self._state, self.schedule.num_microbatches
         listed = not isinstance(inputs, Mapping)
         state.microbatches = _listed(inputs, targets, count) if listed else _split(inputs, targets, count)

@@ -55,8 +55,6 @@ class Results:
         self, results: Sequence[tuple[Tensor, Any, Mapping[str, Any]]], divisor: float | None, metrics: str
     ) -> StepResult:
         """Sums over micro-batches, and over the mesh for metrics="mean"; divisor=None divides by the count."""
-        if metrics not in ("mean", "local"):
-            raise ValueError(f"metrics={metrics!r} must be 'mean' or 'local'")
         names = sorted(results[0][2]) if results else []
         sums = [self._sum([r[0] for r in results]), self._sum([r[1] for r in results])]
         sums += [self._sum([r[2][name] for r in results]) for name in names]

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from plait.parallel.gradients import GradSink
 from plait.parallel.headers import PLAIN_DTYPES, Channel, Specs, TensorSpec, fits, grad_specs, specs_of
@@ -51,13 +50,15 @@ class StageRunner:
                 layer.weight_grads = self.sink  # type: ignore[assignment]
             else:
                 own = layer.parameters(recurse=False)
-                self._foreign += [p for p in own if not isinstance(p, DTensor)]  # FSDP2 copies
+                self._foreign += [p for p in own if not hasattr(p, "device_mesh")]  # of FSDP2: copies
         self._fresh: list[nn.Parameter] = []  # those of them without a gradient yet
         self._static: Specs | None = None  # what every micro-batch takes; None: not known, or a listed step
         self.specs: Sequence[Specs] = ()  # what the stage takes, by micro-batch
         self._grad_specs: Sequence[Specs] = ()  # of the gradients it sends back, by micro-batch
         self._out_specs: Specs = ()  # of its last outputs
-        self._may_recompute, self._has_recomputed = True, False
+        # Blocks of FSDP2 gather their weights when autograd comes to them, not before.
+        self._may_recompute = not any(hasattr(param, "device_mesh") for param in module.parameters())
+        self._has_recomputed = False
         self._wrapped: dict[type, tuple[Any, Tensor]] = {}
         self._seed: tuple[float, Tensor] | None = None
         self.clear()
@@ -91,17 +92,14 @@ class StageRunner:
             if specs != self._static:
                 count = len(state.microbatches)
                 self._static, self.specs, self._grad_specs = specs, [specs] * count, [grad_specs(specs)] * count
-        if self.take is not None:
-            self._announce(self.take)
-
-    def _announce(self, take: Channel) -> None:
-        assert self.p2p is not None and self.give_grad is not None
-        if self._static is not None:
-            self.p2p.announce(take, self.first_forward, self._static)
+        if self.p2p is None or self.take is None or self.give_grad is None:
             return
-        self.p2p.announce_each(take, self.first_forward, self.specs)
-        if self.state.training:
-            self.p2p.agree(self.give_grad, self._grad_specs)
+        if self._static is not None:
+            self.p2p.announce(self.take, self.first_forward, self._static)
+        else:
+            self.p2p.announce_each(self.take, self.first_forward, self.specs)
+            if state.training:
+                self.p2p.agree(self.give_grad, self._grad_specs)
 
     # ---- messages -------------------------------------------------------------------------------------------------
 
@@ -192,16 +190,14 @@ class StageRunner:
             state.results.append((loss.detach(), count, extras))
             outputs = (loss,)
         elif self.next is not None:
-            self.next.hand_over(microbatch, outputs)
+            self.next.hand_over(microbatch, self._apart(outputs) if microbatch in self._lent else outputs)
         else:
             self._outgoing[microbatch] = outputs
         if state.training:
             self._alive[microbatch] = (x, outputs)
             state.live += 1
             state.peak_live = max(state.peak_live, state.live)
-        elif self.next is not None:
-            self.next.borrow(microbatch, self._lent.pop(microbatch, []))
-        elif self.is_last:
+        elif self.next is not None or self.is_last:
             self._give_back(microbatch)
 
     def _take(self, microbatch: int) -> tuple[Any, ...]:
@@ -220,10 +216,6 @@ class StageRunner:
         if len(outputs) != (count := len(self.specs[microbatch])):
             raise ValueError(f"stage {self.index} takes {count} entries, stage {self.index - 1} gave {len(outputs)}")
         self._inbox[microbatch] = self._leaves(outputs, microbatch)
-
-    def borrow(self, microbatch: int, lent: list[tuple[tuple[TensorSpec, ...], Sequence[Tensor]]]) -> None:
-        """Forward only: takes over the neighbour's buffers, which its outputs may alias."""
-        self._lent.setdefault(microbatch, []).extend(lent)
 
     def _leaves(self, values: Sequence[Any], microbatch: int) -> tuple[Any, ...]:
         training, leaves = self.state.training, []
@@ -282,16 +274,23 @@ class StageRunner:
 
     def _own(self, microbatch: int, grads: list[Tensor]) -> list[Tensor]:
         """Copies gradients that autograd passed through unchanged: they lie in a buffer that goes back to p2p."""
-        lent = self._lent.get(microbatch)
-        if lent is None:
+        if self.p2p is None or microbatch not in self._lent:
             return grads
-        places = {t.untyped_storage().data_ptr() for _, tensors in lent for t in tensors}
+        places = self.p2p.places
         if self._fresh:  # a gradient that is there already is added to, never replaced
             for param in self._fresh:
                 if param.grad is not None and param.grad.untyped_storage().data_ptr() in places:
                     param.grad = param.grad.clone()
             self._fresh = [param for param in self._fresh if param.grad is None]
-        return [g.clone() if g.untyped_storage().data_ptr() in places else g for g in grads]
+        return self._apart(grads)
+
+    def _apart(self, values: Sequence[Any]) -> list[Any]:
+        """The values, with copies of tensors that lie in a buffer of p2p: who gets them may need them longer."""
+        places = self.p2p.places if self.p2p is not None else ()
+        return [
+            v.detach().clone() if isinstance(v, Tensor) and v.untyped_storage().data_ptr() in places else v
+            for v in values
+        ]
 
     def _loss_root(self, loss: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """The loss of the last stage and its gradient, one over the divisor."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.parallel import pipeline as pipeline_module
+from plait.parallel import results as results_module
 from plait.parallel.gradients import inseparable
 from plait.parallel.layers import ColumnParallelLinear
 from plait.parallel.mesh import Axis, Mesh
@@ -207,6 +208,31 @@ def test_ranks_may_hold_any_number_of_stages_and_layers(p):
     run_ranks(p, run_uneven, p)
 
 
+# Rank 1 holds stages 1 and 2, and does all of stage 2's W last: long after stage 1 is through with its buffers.
+LATE_W = "0F0,0F1,0F2,0B0,0B1,0B2\n1F0,2F0,2I0,1I0,1W0,1F1,2F1,2I1,1I1,1W1,1F2,2F2,2I2,1I2,1W2,2W0,2W1,2W2\n"
+
+
+def run_passing(rank: int) -> None:
+    """Stage 1 has no layers: it hands the very tensor that it received to stage 2."""
+    schedule = parse_csv(LATE_W)
+    stages = stacks(schedule, rank, [1, 0, 2])
+    pipeline = Pipeline(stages, schedule, Mesh.create(pp=2))
+    for seed in range(2):
+        inputs, targets = rows_of([2 + seed] * 3)
+        loss, expected = whole(3, inputs, targets)
+        for stage in stages.values():
+            stage.zero_grad()
+        x, wanted = torch.cat(inputs), torch.cat(targets)
+        assert pipeline.step({"x": x}, wanted, len(x)).loss.item() == pytest.approx(loss, rel=1e-12)
+        assert_same_gradients(layers_of(stages), expected)
+        assert pipeline.evaluate({"x": x}, wanted).loss.item() == pytest.approx(loss, rel=1e-12)
+
+
+def test_what_a_stage_passes_on_stays_whole_until_the_next_stages_w():
+    """The buffer of a message that went on unchanged was received into again before the queued W had read it."""
+    run_ranks(2, run_passing)
+
+
 def test_layers_that_cannot_split_are_named_and_search_leaves_splits_out():
     """Case 62: zero bubble slower than 1F1B where the weight gradient cannot be taken apart."""
     able, unable = Stack(range(2), 0, 1), WholeStack(range(2), 0, 1)
@@ -270,6 +296,34 @@ def run_messages(rank: int) -> None:
 
 def test_static_shapes_need_no_message_but_the_tensors():
     run_ranks(2, run_messages)
+
+
+def run_means(rank: int) -> list[int]:
+    """How many all-reduces each of six steps needs: plain ones, local metrics, an evaluation."""
+    calls: list[int] = []
+    reduce = results_module.all_reduce
+    results_module.all_reduce = lambda *given: (calls.append(1), reduce(*given))[1]  # type: ignore[assignment]
+    schedule = build("zb_v", 2, 4)
+    pipeline = Pipeline(stacks(schedule, rank, [1] * 4), schedule, Mesh.create(pp=2))
+    x, targets, counts = torch.ones(4, WIDTH, dtype=DTYPE), torch.zeros(4, WIDTH, dtype=DTYPE), []
+    for run in (
+        lambda: pipeline.step({"x": x}, targets, 4),
+        lambda: pipeline.step({"x": x}, targets, 4),
+        lambda: pipeline.step([{"x": x}] * 4, [targets] * 4, 4),
+        lambda: pipeline.step({"x": x}, targets, 4, metrics="local"),
+        lambda: pipeline.evaluate({"x": x}, targets),
+    ):
+        calls.clear()
+        run()
+        counts.append(len(calls))
+    with pytest.raises(ValueError, match="metrics='sum' must be 'mean' or 'local'"):
+        pipeline.step({"x": x}, targets, 4, metrics="sum")  # type: ignore[arg-type]
+    pipeline.step({"x": x}, targets, 4)  # a refused call breaks nothing
+    return counts
+
+
+def test_the_means_travel_once_per_step_and_their_names_once():
+    assert run_ranks(2, run_means) == [[2, 1, 1, 0, 1]] * 2
 
 
 class Quiet(torch.autograd.Function):
