@@ -69,9 +69,10 @@ class DataParallel:
 
     Construction moves every parameter that requires a gradient into a bucket; `param.data` is a view from then on.
     `tied` maps a stage to this rank's copy of the tied weight and `tied_ranks` are the two global ranks that hold one
-    (default: this rank alone where it has both, else first and last of the pp axis). `wire_dtype`: what gradients
-    travel over dp in (bfloat16: half the bytes, one rounding of each rank's part and one of the sum). With zero=0 on
-    a mesh with `node_size` the sum is hierarchical. Collective over dp, the replicas and the tied pair.
+    (default: this rank alone where it has both, else first and last of the pp axis). `bucket_bytes`: see
+    `plait.parallel.wire.measured_bucket_bytes`. `wire_dtype`: what gradients travel over dp in (bfloat16: half the
+    bytes, one rounding of each rank's part and one of the sum). With zero=0 on a mesh with `node_size` the sum is
+    hierarchical. Collective over dp, the replicas and the tied pair.
     """
 
     def __init__(

@@ -367,6 +367,18 @@ def test_an_axis_is_split_where_it_spans_nodes_evenly():
         DataParallel({0: nn.Linear(2, 2)}, Mesh.single(), wire_dtype=torch.int8)
 
 
+def body_measured(rank):
+    return wire.measured_bucket_bytes(Mesh.create(dp=2).axis("dp"))
+
+
+@pytest.mark.ranks
+def test_a_bucket_size_from_measured_bandwidth_is_one_on_all_ranks():
+    first, second = run_ranks(2, body_measured)
+    assert first == second and 1 << 20 <= first <= 256 << 20 and first.bit_count() == 1
+    with pytest.raises(ValueError, match="share=1.0"):
+        wire.measured_bucket_bytes(Mesh.single().axis("dp"), share=1.0)
+
+
 # ---- sums that come before dp ------------------------------------------------------------------------------------
 
 
