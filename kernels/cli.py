@@ -12,7 +12,16 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from plait.kernels import pinned, tune_card
-from plait.kernels.gate import ARCHS, Verdict, check, default_points, narrow_accesses, resident_warps
+from plait.kernels.gate import (
+    ARCHS,
+    Verdict,
+    check,
+    default_points,
+    narrow_accesses,
+    resident_blocks,
+    resident_warps,
+    wide_share,
+)
 from plait.kernels.inspect import Facts, compile_offline, parse_arch
 from plait.kernels.measured import path_of
 from plait.kernels.points import points
@@ -58,15 +67,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def describe(facts: Facts, num_opcodes: int = 16) -> str:
-    """`facts` as lines for a person: resources, then the most frequent opcodes."""
+    """`facts` as lines for a person: resources, then the most frequent opcodes and how many are in the hot loop."""
     lines = [
         f"{facts.name} for {facts.arch}",
         f"  registers {facts.registers}  warps {facts.num_warps}  shared {facts.shared_bytes} bytes",
         f"  stack {facts.stack_bytes} bytes  spill loads {facts.spill_loads}  spill stores {facts.spill_stores}",
-        f"  instructions {sum(facts.instructions.values())}",
+        "  blocks {} on a multiprocessor, limited by {}".format(*resident_blocks(facts)),
+        f"  bytes in 128-bit accesses {wide_share(facts):.1%}",
+        f"  instructions {sum(facts.instructions.values())}, hot loop {sum(facts.loop.values())}",
+        *(f"  spills at {place}: {number}" for place, number in sorted(facts.spill_lines.items())),
     ]
     frequent = sorted(facts.instructions.items(), key=lambda item: (-item[1], item[0]))[:num_opcodes]
-    return "\n".join(lines + [f"    {number:6d} {opcode}" for opcode, number in frequent])
+    return "\n".join(
+        lines + [f"    {number:6d} {facts.loop.get(opcode, 0):6d} {opcode}" for opcode, number in frequent]
+    )
 
 
 def row(verdict: Verdict) -> str:

@@ -17,12 +17,13 @@ import pytest
 
 from plait.bench import cli, report, runner
 from plait.bench.ceilings import mark_impossible
+from plait.bench.device import kernel_hash, source_commit
 from plait.bench.fake_device import FakeDevice
 from plait.bench.progress import Progress
-from plait.bench.result_file import read
+from plait.bench.result_file import measured_of, read, united
 from plait.bench.spec import Case, CaseResult, Measured, Options, Suite, WrongResultError
 from plait.bench.stats import median_interval, paired_ratio
-from plait.bench.timer import interleave
+from plait.bench.timer import check_policy, copies_for, interleave
 
 
 class FakeClock:
@@ -339,3 +340,50 @@ def test_progress_is_plain_lines_elsewhere_and_few_of_them():
     progress.close()
     lines = stream.getvalue().splitlines()
     assert len(lines) == 10 and lines[:2] == ["[0/1000] suites", "[100/1000] suites"]
+
+
+# ---- conditions beside the samples --------------------------------------------------------------------------------
+
+
+def test_conditions_are_read_back_and_united_by_process(tmp_path):
+    def run(throttled: list[int], clocks: list[float]) -> CaseResult:
+        ours = Measured([1.0, 2.0], "equal", throttled=throttled, clocks_mhz=clocks, watts=[500.0, 510.0])
+        return CaseResult(Case("c", {}), "ours", {"ours": ours})
+
+    suite = Suite("fake", "about", lambda full: [], lambda case, options: fake_result())
+    report.write_json(tmp_path / "fake.json", report.document(suite, [run([1], [1.0, 2.0])], Options(), "x"))
+    assert read(tmp_path / "fake.json").cases["c"] == run([1], [1.0, 2.0])
+    both = united([[run([1], [1980.0, 1500.0])], [run([0, 1], [])]])[0].providers["ours"]
+    assert both.throttled == [1, 2, 3] and both.watts == [500.0, 510.0] * 2
+    assert both.clocks_mhz == [], "not known in one process"
+
+
+@pytest.mark.parametrize(
+    "name, value, text",
+    [
+        ("throttled", [2], r"throttled: need indices of samples, 0 to 1"),
+        ("clocks_mhz", [1.0], r"clocks_mhz: need a number for each of 2 samples"),
+        ("watts", ["a", "b"], r"watts: need a number for each of 2 samples"),
+    ],
+)
+def test_conditions_that_do_not_fit_the_samples_are_refused(name, value, text):
+    with pytest.raises(ValueError, match=text):
+        measured_of("ours", {"samples_s": [1.0, 2.0], name: value})
+
+
+def test_a_source_is_known_by_the_hash_of_its_kernels(tmp_path):
+    (tmp_path / "a.py").write_text("one")
+    first = kernel_hash(tmp_path)
+    (tmp_path / "notes.md").write_text("no kernel")
+    assert kernel_hash(tmp_path) == first and len(first) == 16
+    (tmp_path / "a.py").write_text("two")
+    assert kernel_hash(tmp_path) != first
+    assert len(source_commit()["kernels"]) == 16
+
+
+def test_a_policy_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="cache: 'warm' is unknown; valid: hot, cold-rotate, cold-flush"):
+        check_policy("warm", calls=1, nbytes=1.0, copies=1, l2_bytes=1)
+    assert check_policy("hot", calls=9, nbytes=1.0, copies=1, l2_bytes=1).startswith("hot")
+    with pytest.raises(ValueError, match="nbytes: 0"):
+        copies_for(0, 1)
