@@ -60,7 +60,7 @@ def row(name: str, measured: Measured) -> list[str]:
         cell(figures, "direct write / durable", 100, ".0f"),
         f"{added:.2f}" if "fsync added" in measured.check else "0",
         lost(figures, 1),
-        lost(figures, most_threads(figures)),
+        lost(figures, most_threads(figures)) if most_threads(figures) > 1 else "-",
         cell(figures, "restore cold s", 1, ".2f"),
         cell(figures, "direct read / restore cold", 100, ".0f"),
         cell(figures, "restore warm s", 1, ".2f"),

@@ -276,6 +276,15 @@ def test_goals_are_met_or_not_by_the_numbers_beside_them():
     assert cells["warm restore as fast as safetensors, x"][0] == "2.00 (2.00-2.00) met"
 
 
+def test_a_loop_of_one_thread_is_no_loop_on_all_cores():
+    figures = {
+        name: value for name, value in figures_of(0.1, 0.2, 0.3, 0.4).items() if not re.match(r"lost.* 2\b", name)
+    }
+    cells = snapshot_table.row("plait", Measured([0.2], "", figures))
+    place = snapshot_table.HEADER.index("lost, 1 thread")
+    assert cells[place : place + 2] == ["10 ms, 2 (2-2) %", "-"]
+
+
 def test_a_goal_without_its_peers_says_nothing():
     line = next(line for line in snapshot_table.goals(made(safetensors=2.0)).splitlines() if "asynchronous" in line)
     assert [cell.strip() for cell in line.split("|")[2:4]] == ["-", "-"]
