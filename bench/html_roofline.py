@@ -168,7 +168,9 @@ def roofline_plot(found: list[tuple[Standing, bool]], sheet: Roof | None, measur
             parts.append(dot(one, plane.x(one.intensity or 1), plane.y(one.flop_rate or 1), ours, what))
         parts += labels(plane, [one for one, ours in dots if ours], [one for one, _ in dots])
     width = WIDTH if dots else STRIP + 40
-    plot = tag("svg", *parts, viewBox=f"0 0 {width} {HEIGHT}", role="img", aria_label="roofline")
+    plot = tag(
+        "svg", *parts, viewBox=f"0 0 {width} {HEIGHT}", width=width, height=HEIGHT, role="img", aria_label="roofline"
+    )
     return join(tag("div", plot, class_="box plot" if dots else "box"), key())
 
 

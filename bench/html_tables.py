@@ -191,7 +191,7 @@ def ratio_cell(line: Line) -> Element:
 def extra(line: Line) -> str:
     """The figures without a column of their own, as text."""
     figures = line.measured.figures
-    return ", ".join(f"{name} {digits(value, 4)}" for name, value in figures.items() if name not in SHOWN)
+    return ", ".join(f"{name} {value:.4g}" for name, value in figures.items() if name not in SHOWN)
 
 
 def bar(line: Line, group: list[Line]) -> Element:

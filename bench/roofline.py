@@ -27,9 +27,9 @@ class Roof:
     device: str = "cuda"
 
     def bound(self, case: Case) -> tuple[float, str] | None:
-        """(least seconds, "memory" or "compute"); None where the case declares no work, ran on another device, or the
-        roof has no rate for its dtype."""
-        if device_of(case) != self.device:
+        """(least seconds, "memory" or "compute"); None where the case declares no work, ran on another device, moved
+        its bytes between ranks ("bus"), or the roof has no rate for its dtype."""
+        if device_of(case) != self.device or case.params.get("bytes") == "bus":
             return None
         rate = self.flop_per_s.get(dtype_of(case))
         by_memory = case.bytes_moved / self.bytes_per_s if case.bytes_moved and self.bytes_per_s else 0.0

@@ -45,7 +45,14 @@ def cases(full: bool) -> list[Case]:
             for name, share in BUS.items():
                 if name == "p2p" and ranks > 2:
                     continue
-                params = {"collective": name, "ranks": ranks, "kib": kib, "dtype": "float32", "device": "cpu"}
+                params = {
+                    "collective": name,
+                    "ranks": ranks,
+                    "kib": kib,
+                    "dtype": "float32",
+                    "device": "cpu",
+                    "bytes": "bus",
+                }
                 result.append(
                     Case(f"{name} {kib} KiB x {ranks} ranks", params, bytes_moved=share(ranks) * (kib << 10))
                 )

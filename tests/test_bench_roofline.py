@@ -21,6 +21,9 @@ BF16 = {"dtype": "bfloat16", "device": "cuda"}
 CPU = Case("c", {"dtype": "bfloat16", "device": "cpu"}, flop=1.0)  # on a machine with a card
 
 
+BUS = Case("c", {**BF16, "bytes": "bus"}, bytes_moved=1.0)  # between ranks: no memory's bandwidth bounds it
+
+
 def result(case: Case, seconds: float, cache: str = "") -> CaseResult:
     return CaseResult(case, "plait", {"plait": Measured([seconds] * 6, "ok")}, cache=cache)
 
@@ -51,7 +54,7 @@ def test_the_bound_is_the_larger_of_memory_and_arithmetic(flop, nbytes, seconds,
     assert found == (pytest.approx(seconds), limiter)
 
 
-@pytest.mark.parametrize("case", [Case("c", BF16), Case("c", {**BF16, "dtype": "int4"}, flop=1.0), CPU])
+@pytest.mark.parametrize("case", [Case("c", BF16), Case("c", {**BF16, "dtype": "int4"}, flop=1.0), CPU, BUS])
 def test_no_work_or_no_rate_is_no_bound(case):
     assert roofline.datasheet(H200).bound(case) is None
 

@@ -213,6 +213,15 @@ def test_every_dot_of_the_roofline_is_a_row(shown):
             assert float(own["data-y"]) == pytest.approx(figures.get("of_measured", figures["of_sheet"]))
 
 
+def test_a_plot_of_streams_alone_is_not_blown_up_to_the_page():
+    """Four collectives once filled two screens: the plot had a view box and no size."""
+    file = kernels_file("2026-11-29T10:00:00+00:00")
+    streams = {name: one for name, one in file.cases.items() if not one.error and not one.case.flop}
+    html = Page(page([dataclasses.replace(file, cases=streams)]))
+    (plot,) = [own for name, own in html.tags if own.get("aria-label") == "roofline"]
+    assert int(plot["width"]) < 300 and int(plot["height"]) < 600
+
+
 def test_history_compares_only_runs_of_one_machine():
     files = fake_files()
     runs = [file for file in files if file.suite == "kernels"]  # the first was on another card
