@@ -17,6 +17,8 @@ from plait.ckpt import Handle
 from plait.config import as_plain
 from plait.metrics import History, Meter, StepRecord, peak_flops
 from plait.model_config import flop_per_token, num_parameters
+from plait.parallel.schedules import Schedule, Timeline
+from plait.parallel.schedules.measured import FILE, to_json
 from plait.plan import RunPlan
 from plait.rank import Rank
 from plait.view import write_plot
@@ -86,6 +88,10 @@ class Reporter:
             else:
                 left.append((step, handle))
         self.pending = left
+
+    def timeline(self, schedule: Schedule, measured: Timeline) -> None:
+        """Writes the last step's timeline, for `plait schedule show --measured`."""
+        _write(self.plan.config.out / FILE, to_json(schedule, measured))
 
     def close(self, step: int, tokens: int, held_out_loss: float | None, cut: str | None) -> None:
         """Ends the file of steps, draws the plot, shows and writes the summary. cut: where the evaluation was."""

@@ -29,6 +29,7 @@ from plait.parallel.mesh import Mesh
 from plait.parallel.pipeline import Pipeline
 from plait.parallel.recompute import Policy
 from plait.parallel.schedules.action import COMPUTE
+from plait.parallel.timelines import gather_timeline
 from plait.plan import EVAL_BATCHES, RunPlan
 from plait.rank import Rank
 from plait.report import Reporter
@@ -134,6 +135,9 @@ class Trainer:
             if reporter:
                 reporter.begin(self.progress.step, resumed)
             stopping = self._steps()
+            timeline = gather_timeline(self.pipeline)
+            if reporter and timeline is not None:
+                reporter.timeline(self.pipeline.schedule, timeline)
             self.snapshots.wait()
         self.trigger.close()
         if reporter:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from plait.ckpt import cli as snapshot_cli
+from plait.parallel import cli as schedule_cli
 from plait.train_cli import main
 from tests import launchers
 
@@ -96,6 +97,7 @@ def eight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("eight") / "run"
     run(f"--mesh dp=2,pp=2,tp=2 --steps 2 --out {out} --keep 9")
     run(f"--mesh dp=2,pp=2,tp=2 --steps 4 --out {out} --keep 9")
+    assert schedule_cli.main(["show", "--measured", str(out)]) == 0
     return out
 
 
