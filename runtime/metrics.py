@@ -15,6 +15,7 @@ Not the view. Definitions, since each of these words has several:
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import time
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Peak dense bf16 FLOP/s by a part of the device name, from the vendor's data sheets (without sparsity).
+# Peak dense bf16 FLOP/s by a word of the device name, from the vendor's data sheets (without sparsity, SXM).
 PEAK_BF16 = (("H200", 989e12), ("H100", 989e12), ("A100", 312e12), ("B200", 2250e12), ("L40S", 362e12))
 
 
@@ -30,7 +31,10 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     """Peak FLOP/s of one device, None where it is not known: no CPU, and only bf16."""
     if dtype != "bfloat16":
         return None
-    return next((peak for part, peak in PEAK_BF16 if part in device_name), None)
+    # Whole words: a GH200 or GB200 is another card than its last four letters, and so are the NVL and PCIe variants.
+    is_other = re.search(r"\b(NVL|PCIe)\b", device_name)
+    words = re.findall(r"[A-Z0-9]+", device_name)
+    return None if is_other else next((peak for part, peak in PEAK_BF16 if part in words), None)
 
 
 @dataclass(frozen=True)

@@ -78,3 +78,6 @@ def test_peaks_are_known_for_bf16_only() -> None:
     assert peak_flops("NVIDIA H200", "bfloat16") == 989e12
     assert peak_flops("NVIDIA H200", "float32") is None
     assert peak_flops("cpu", "bfloat16") is None
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "bfloat16") == 312e12
+    for other in ("NVIDIA GH200 480GB", "NVIDIA GB200", "NVIDIA H200 NVL", "NVIDIA H100 PCIe"):
+        assert peak_flops(other, "bfloat16") is None
