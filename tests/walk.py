@@ -153,7 +153,9 @@ def walk_kills(walker: Walker, indices: Indices) -> None:
                 status = in_child(partial(walker.run, root, rank, [(index, action, value)]))
                 assert status == KILLED, walker.where
                 steps = walker.allowed(index + (action == "crash_after"), exact=True)
-                if walker.cycle.ranks > 1 or walker.cycle.restore is not None:
+                if len(kinds) == 2:  # calls from Python say nothing of the commit
+                    steps = [OLD, *walker.cycle.steps]
+                elif walker.cycle.ranks > 1 or walker.cycle.restore is not None:
                     steps = [OLD, *walker.cycle.steps] if rank else walker.allowed(index, exact=False)
                 walker.check(root, steps, walker.where)
 
