@@ -147,9 +147,11 @@ class Calls:
             raise OSError(value, os.strerror(value), what or name)
         if action == "short" and name == "pwrite":
             args = (args[0], memoryview(args[1])[:value], *args[2:])
-        result = real(*args, **named)
-        if action == "crash_after":
-            os._exit(KILLED)
+        try:
+            result = real(*args, **named)
+        finally:  # also of a call that fails by itself, as a link to a name that is there
+            if action == "crash_after":
+                os._exit(KILLED)
         if action == "errno_after":
             raise OSError(value, os.strerror(value), what or name)
         return result
