@@ -21,6 +21,7 @@ from plait.kernels.gate import resident_blocks, wide_share
 from plait.kernels.inspect import Facts, compile_launch, compile_offline, remembered, tool_path
 from plait.kernels.launch import Launch
 from plait.kernels.pinned_code import MATRIX
+from plait.kernels.pinned_work import work
 from plait.kernels.points import points
 
 PATH = Path(__file__).parent / "pinned.json"
@@ -117,8 +118,6 @@ def row_of(facts: Facts, work: dict[str, Any] | None) -> Row:
 
 def work_of(launch: Launch, arch: str) -> dict[str, Any]:
     """programs, flop, nbytes, loads and stores (argument -> bytes) of a launch; empty where memory decides them."""
-    from plait.kernels.pinned_work import work  # needs numpy, which the kernels do not
-
     ttir: str = compile_launch(launch, arch).asm["ttir"]
     arguments = dict(zip(launch.kernel.arg_names, launch.arguments, strict=False)) | launch.keywords()
     numbers = {name: value for name, value in arguments.items() if isinstance(value, int)}

@@ -5,12 +5,14 @@ argument that a pointer came from. Floats are no values here. The text is that o
 one operation a line, regions in braces.
 """
 
+import math
 import operator
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
+import torch
+from torch import Tensor
 
 _OP = re.compile(r'^(?:(%[^=]+?) = )?"?([a-z_]+\.[\w.]+)"?(.*)$')
 _NAME = re.compile(r"%\w+(?:#\d+)?")
@@ -18,7 +20,7 @@ _LOC = re.compile(r" loc\(.*\)$")
 _TILE = re.compile(r"(?:tensor|tensordesc)<(?:tensor<)?((?:\d+x)+)(?:!tt\.ptr<)?(\w+)")
 _CARRIED = re.compile(r"(%\w+) = (%\w+(?:#\d+)?)")
 
-Value = Any  # an int, a bool, an integer array, an argument's name for a pointer; None where it is not known
+Value = Any  # an int, a bool, an integer tensor, an argument's name for a pointer; None where it is not known
 MEMORY_OPS = ("tt.load", "tt.store", "tt.descriptor_load", "tt.descriptor_store", "tt.atomic_rmw")
 
 
@@ -75,7 +77,7 @@ def _read(results: str, name: str, text: str) -> Op:
         return op._replace(pairs=tuple(_CARRIED.findall(carried)))
     if name == "tt.dot":
         (a, _), (b, _) = (_type(part) for part in types.split(" * ")[:2])
-        return op._replace(size=2.0 * float(np.prod(a)) * b[-1])
+        return op._replace(size=2.0 * math.prod(a) * b[-1])
     if name in MEMORY_OPS:
         shape, size = _type(types)
         return op._replace(shape=shape, size=size, offsets=_bracketed(uses) if "descriptor" in name else ())
@@ -114,21 +116,26 @@ def _divide(a: Value, b: Value) -> Value:
     """Towards zero, as the device does."""
     if isinstance(a, int) and isinstance(b, int):
         return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
-    return np.sign(a) * np.sign(b) * (abs(a) // abs(b))
+    a, b = torch.as_tensor(a), torch.as_tensor(b)
+    return torch.sign(a) * torch.sign(b) * (abs(a) // abs(b))
+
+
+def _both(a: Value, b: Value) -> tuple[Tensor, Tensor]:
+    return torch.as_tensor(a), torch.as_tensor(b)
 
 
 def _least(a: Value, b: Value) -> Value:
-    return min(a, b) if isinstance(a, int) and isinstance(b, int) else np.minimum(a, b)
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else torch.minimum(*_both(a, b))
 
 
 def _most(a: Value, b: Value) -> Value:
-    return max(a, b) if isinstance(a, int) and isinstance(b, int) else np.maximum(a, b)
+    return max(a, b) if isinstance(a, int) and isinstance(b, int) else torch.maximum(*_both(a, b))
 
 
 def _select(condition: Value, a: Value, b: Value) -> Value:
     """Of pointers to two arguments, the one that the condition chooses."""
-    if isinstance(condition, np.ndarray):
-        return a if isinstance(a, str) and a == b else None if isinstance(a, str) else np.where(condition, a, b)
+    if isinstance(condition, Tensor):
+        return a if isinstance(a, str) and a == b else None if isinstance(a, str) else torch.where(condition, a, b)
     return a if condition else b
 
 
@@ -174,7 +181,7 @@ def _reader(name: str, text: str) -> Callable[..., Value] | None:
         return _COMPARE[text.split(",")[0].strip()[-2:]]
     if name == "tt.make_range":
         end, start = (int(re.findall(rf"{word} = (\d+)", text)[0]) for word in ("end", "start"))
-        return lambda: np.arange(start, end, dtype=np.int64)
+        return lambda: torch.arange(start, end, dtype=torch.int64)
     if name in ("tt.addptr", "tt.bitcast"):
         return _same
     if name in _SHAPED:
@@ -190,7 +197,7 @@ def _constant(text: str) -> Value:
     value: Value = {"true": True, "false": False}.get(match.group(1))
     value = int(match.group(1)) if value is None else value
     tile = _TILE.search(match.group(2) or "")
-    return value if tile is None else np.full([int(dim) for dim in tile.group(1).split("x") if dim], value)
+    return value if tile is None else torch.full([int(dim) for dim in tile.group(1).split("x") if dim], value)
 
 
 def _shaper(name: str, text: str) -> Callable[..., Value]:
@@ -203,7 +210,8 @@ def _shaper(name: str, text: str) -> Callable[..., Value]:
         if isinstance(value, str):
             return value
         if order:
-            return np.transpose(value, order)
-        return np.reshape(value, shape) if name in ("tt.expand_dims", "tt.reshape") else np.broadcast_to(value, shape)
+            return value.permute(order)
+        value = torch.as_tensor(value)
+        return value.reshape(shape) if name in ("tt.expand_dims", "tt.reshape") else value.expand(shape)
 
     return shaped

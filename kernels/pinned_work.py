@@ -8,10 +8,11 @@ tiles. A loop or a branch that memory decides (a table of runs) cannot be known:
 mask that memory decides counts whole.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
+import torch
 
 from plait.kernels.pinned_ir import MEMORY_OPS, Op, Value, parse
 
@@ -149,17 +150,17 @@ class _Program:
 
     def access(self, op: Op) -> None:
         """Adds a load's or a store's bytes to its argument's; a load's result is not known."""
-        elements = float(np.prod(op.shape))
+        elements = float(math.prod(op.shape))
         base = self.values.get(op.operands[0]) or MEMORY
         if op.offsets:
             base, bounds = self.known(op.operands[0])
             offsets = [self.known(name) for name in op.offsets]
             reach = zip(op.shape, bounds, offsets, strict=True)
-            elements = float(np.prod([max(0, min(dim, bound - offset)) for dim, bound, offset in reach]))
+            elements = float(math.prod(max(0, min(dim, bound - offset)) for dim, bound, offset in reach))
         else:
             mask = self.values.get(next(iter(op.operands[1 if op.name == "tt.load" else 2 :]), ""))
             if mask is not None:
-                elements *= np.count_nonzero(mask) / max(np.size(mask), 1)
+                elements *= float(torch.as_tensor(mask).double().mean())
         sides = {"tt.atomic_rmw": (self.loads, self.stores)}.get(op.name)
         for side in sides or ((self.stores,) if "store" in op.name else (self.loads,)):
             side[base] = side.get(base, 0.0) + elements * op.size
@@ -230,7 +231,7 @@ def _pruned(ops: list[Op], wanted: set[str]) -> list[Op]:
 
 def _sampled(grid: Sequence[int]) -> list[tuple[int, ...]]:
     """Programs that stand for the grid: all of a small one, else the middles of equal parts of each dim."""
-    everything = int(np.prod(grid)) <= _ALL
+    everything = math.prod(grid) <= _ALL
     each = round(_SAMPLES ** (1 / sum(n > 1 for n in grid))) if not everything else 0
     dims = [
         range(n) if everything or n <= each else [(2 * i + 1) * n // (2 * each) for i in range(each)] for n in grid
@@ -257,11 +258,11 @@ def work(ttir: str, arguments: dict[str, Any], grid: Sequence[int]) -> Work | No
             programs[-1].run(ops)
         except Unknown:
             return None
-    scale = float(np.prod(full)) / len(programs)
+    scale = math.prod(full) / len(programs)
 
     def total(sides: list[dict[str, float]]) -> dict[str, float]:
         keys = sorted({key for side in sides for key in side})
         return {key: scale * sum(side.get(key, 0.0) for side in sides) for key in keys}
 
     flop = scale * sum(one.flop for one in programs)
-    return Work(int(np.prod(full)), flop, total([p.loads for p in programs]), total([p.stores for p in programs]))
+    return Work(math.prod(full), flop, total([p.loads for p in programs]), total([p.stores for p in programs]))
