@@ -39,11 +39,11 @@ SLEEPS = [("sleep", 4, 8, 10.0, 16, 12), ("sleep", 8, 16, 10.0, 16, 6)]
 IDLES = [("idle", 4, 8, 0.0, 16, 40)]
 MODELS = [("model", 4, 8, 0.0, 0, 10)]
 BIG = ("sleep", 4, 8, 10.0, 1 << 18, 6)  # messages of 2 MiB
-DEFAULT = [("sleep", 4, 8, 4.0, 16, 20, name) for name in ("gpipe", "1f1b", "interleaved")]
+DEFAULT = [(*SLEEPS[0], name) for name in ("gpipe", "1f1b", "interleaved")]
 
 
 def cases(full: bool) -> list[Case]:
-    """Four ranks, eight micro-batches, F 4 ms and B 8 ms per rank; `full`: every schedule, four and eight ranks."""
+    """Four ranks, eight micro-batches, F 10 ms and B 20 ms per rank; `full`: every schedule, four and eight ranks."""
     if not full:
         return [case_of(*row) for row in DEFAULT]
     rows = [(*row, name) for row in (*SLEEPS, *IDLES, *MODELS) for name in NAMES]

@@ -42,6 +42,7 @@ class Choice(NamedTuple):
 TILES: dict[str, dict[int, tuple[tuple[int, Choice], ...]]] = {
     "forward": {
         80: (
+            (32, Choice(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(128, 64, 8, 3))),  # bounded 165
             (64, Choice(Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 3))),  # registers 255, 198, 255
             (128, Choice(Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(128, 32, 8, 3))),  # registers 220, 192, 255
             (256, Choice(Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 8, 2))),  # registers 188, 254, 255
@@ -59,6 +60,7 @@ TILES: dict[str, dict[int, tuple[tuple[int, Choice], ...]]] = {
     },
     "dq": {
         80: (
+            (32, Choice(Tile(64, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 32, 8, 3))),  # plain 140
             (64, Choice(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 32, 8, 3))),  # registers 182, 218, 248
             # registers 210, 246, 255, 255
             (128, Choice(Tile(128, 32, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 32, 8, 2))),
@@ -81,7 +83,7 @@ TILES: dict[str, dict[int, tuple[tuple[int, Choice], ...]]] = {
             # registers 224, 236, 233, 243
             (128, Choice(Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2))),
             # registers 255, 255, 199, 164 (head dim 64 and values of 256)
-            (256, Choice(Tile(32, 64, 8, 2), Tile(32, 64, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 2))),
+            (256, Choice(Tile(32, 64, 8, 1), Tile(32, 64, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 2))),
         ),
         90: (
             (64, Choice(Tile(64, 128, 8, 2), Tile(64, 128, 8, 2), Tile(32, 128, 8, 2))),  # registers 231, 234, 220
@@ -110,11 +112,24 @@ DESCRIPTOR_TILES: dict[str, dict[int, tuple[tuple[int, Tile], ...]]] = {
         90: ((64, Tile(64, 128, 8, 2, True)), (128, Tile(32, 128, 8, 2, True)), (256, Tile(32, 32, 8, 1))),
     },
 }
+# The same over padded channels, with packed documents: 177 registers, where the tile above spills.
+RAGGED_DESCRIPTORS = {("dq", 90, 128): Tile(128, 64, 8, 2, True)}
 # Keys and values (for dk and dv queries and dout) of the heads that run together, so that they stay in the L2 cache:
 # 50 MB on an H200, 40 on an A100 (data sheets); the rest is for what is read and written once.
 RESIDENT_BYTES = 32 << 20
 # 32-bit and wider operands run on the CUDA cores: head dim -> tile, on every architecture.
 WIDE_TILES = ((64, Tile(32, 32, 4, 1)), (256, Tile(16, 16, 4, 1)))
+# Warps by (kernel, architecture, padded head dim, dropout), where four of them spill a register or two.
+WIDE_WARPS = {
+    ("dq", 80, 32, True): 8,
+    ("forward", 100, 64, True): 8,
+    ("forward", 80, 128, True): 2,
+    ("forward", 90, 128, True): 2,
+    ("forward", 100, 128, True): 2,
+    ("dq", 80, 128, True): 8,
+    ("dkdv", 80, 128, False): 2,
+    ("dkdv", 100, 128, False): 2,
+}
 # By (kernel, arch, width, class of derived_tile).
 MEASURED = measured("attention", Tile)
 # Rows of the kernel that makes delta: out and dout are in registers at once (64 rows of 128 spill on sm_100).
@@ -156,16 +171,20 @@ def derived_tile(
 ) -> tuple[str, Tile]:  # fmt: skip
     """(class, tile) of the tables above for channels padded to `width`."""
     if q.element_size() > 2:
-        return "wide", from_table(WIDE_TILES, width)
+        wide: Tile = from_table(WIDE_TILES, width)
+        return "wide", wide._replace(
+            num_warps=WIDE_WARPS.get((kernel, arch, width, options.dropout_p > 0), wide.num_warps)
+        )
     choice: Choice = from_table(TILES[kernel][arch], width)
     switched = options.dropout_p or options.window or options.softcap
     rows = DESCRIPTOR_TILES.get(kernel, {}).get(arch)
     walked = (k, v) if kernel != "dkdv" else (q, q if dout is None else dout)
-    if rows is not None and not switched and all(fits_descriptor(x) for x in walked):
-        return "descriptors", from_table(rows, width)
     # Masks over padded channels cost registers: the kernel of dk and dv has none left, the others with a switch on.
     head, value = q.shape[3], v.shape[3]
     is_ragged = padded(head) != head or padded(value) != value or (kernel == "dkdv" and head != value)
+    if rows is not None and not switched and all(fits_descriptor(x) for x in walked):
+        tile: Tile = from_table(rows, width)
+        return "descriptors", RAGGED_DESCRIPTORS.get((kernel, arch, width), tile) if is_ragged else tile
     if is_ragged and (kernel == "dkdv" or switched):
         return "ragged", choice.ragged or choice.dropout
     if options.dropout_p:

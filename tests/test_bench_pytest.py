@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,8 @@ def test_other(benchmark):
 def bench(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     """pytest in a process of its own."""
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *args]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}  # it disables
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, env=alone)
 
 
 def test_the_timer_waits_for_the_device(monkeypatch):

@@ -69,10 +69,10 @@ def test_wheel_holds_extension_marker_and_licences(wheel):
 
 
 def test_wheel_holds_rows_that_were_timed_and_no_other_data(wheel):
-    """Rows of the tile tables that were timed on a card; bench's results stay in the sdist."""
+    """Rows of the tile tables that were timed on a card, and pinned facts; bench's results stay in the sdist."""
     names = {name for name in wheel.namelist() if name.endswith(".json")}
     wanted = {f"plait/kernels/tuned/{path.name}" for path in (ROOT / "kernels" / "tuned").glob("*.json")}
-    assert names == wanted | {"plait/kernels/tuned/sm_70.json"}
+    assert names == wanted | {"plait/kernels/tuned/sm_70.json", "plait/kernels/pinned.json"}
 
 
 def test_sdist_holds_the_sources_and_the_results_that_readme_quotes(tmp_path):

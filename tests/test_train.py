@@ -58,7 +58,7 @@ def test_one_process_needs_no_process_group(tmp_path: Path) -> None:
     [
         "--mesh dp=1",
         "--mesh dp=2 --zero 2 --dropout 0.1",
-        "--mesh dp=2 --zero 3 --dtype bfloat16",
+        pytest.param("--mesh dp=2 --zero 3 --dtype bfloat16", marks=pytest.mark.long),
         "--mesh dp=2,tp=2 --zero 1 --sequence-parallel --recompute selective --dropout 0.1",
         pytest.param("--mesh pp=2,tp=2 --schedule interleaved --recompute full", marks=pytest.mark.long),
         pytest.param("--mesh dp=2,pp=2 --dtype bfloat16", marks=pytest.mark.long),

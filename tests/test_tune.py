@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -287,6 +287,8 @@ class Fake:
 
 class FakeLaunch:
     """A launch that tells the clock which tile ran."""
+
+    constants: ClassVar[dict[str, object]] = {}
 
     def __init__(self, fake: Fake, block: int):
         self.fake, self.block = fake, block
