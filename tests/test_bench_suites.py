@@ -270,9 +270,9 @@ def test_missing_safetensors_is_a_reason_not_an_error(tmp_path, monkeypatch):
 # ---- pipeline -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("index, makespan_s", [(0, 0.132), (1, 0.132), (2, 0.114)])
+@pytest.mark.parametrize("index, makespan_s", [(0, 0.330), (1, 0.330), (2, 0.285)])
 def test_the_plan_of_the_default_cases(index, makespan_s):
-    # (M + P - 1) (F + B) = 11 * 12 ms; interleaved with v = 2: (M + (P - 1) / 2) * 12 ms
+    # (M + P - 1) (F + B) = 11 * 30 ms; interleaved with v = 2: (M + (P - 1) / 2) * 30 ms
     assert suite_pipeline.plan_s(suite_pipeline.cases(False)[index].params) == pytest.approx(makespan_s)
 
 
