@@ -99,7 +99,7 @@ class DataParallel:
         self.mesh, self.zero = mesh, zero
         self.axis = mesh.axis(*([name for name in ("dp", "cp") if name in mesh.sizes] or ["dp"]))
         self._tied_ranks = tied_pair(tied or {}, tied_ranks, mesh)
-        slots = self._slots(stages, tied or {}, decay)
+        slots = slots_of(stages, mesh, tied or {}, self._tied_ranks, decay)
         self.buckets = self._build(slots, bucket_bytes, wire_dtype)
         self._check_layout()
         self._stages = tuple(stages)
@@ -115,31 +115,6 @@ class DataParallel:
                 slot.param.register_post_accumulate_grad_hook(_take_grad)
 
     # ---- construction ----
-
-    def _slots(
-        self, stages: Mapping[int, nn.Module], tied: Mapping[int, nn.Parameter], decay: Callable[[str, Tensor], bool]
-    ) -> list[Slot]:
-        """Makes one slot per parameter, however many modules and stages share it."""
-        slots: dict[int, Slot] = {}
-        ties = {id(param) for param in tied.values()} if self._tied_ranks else set()
-        for stage, module in stages.items():
-            for name, param in module.named_parameters():
-                if not param.requires_grad:
-                    continue
-                if id(param) in slots:
-                    slot = slots[id(param)]
-                    slot.stages = (*slot.stages, stage)
-                    continue
-                placement, is_tied = placement_of(param), id(param) in ties
-                alone = not placement.replica_ranks or placement.replica_ranks[0] == self.mesh.rank
-                counted = alone and not (is_tied and self._tied_ranks[0] != self.mesh.rank)
-                slots[id(param)] = Slot(
-                    name, param, placement, (stage,), decay(name, param), counted, tied=is_tied
-                )  # fmt: skip
-        missing = ties - set(slots)
-        if missing:
-            raise ValueError("tied: a tied weight is not a trainable parameter of the local stages")
-        return list(slots.values())
 
     def _build(self, slots: Sequence[Slot], bucket_bytes: int, wire_dtype: torch.dtype | None) -> list[Bucket]:
         """Groups the slots by what they wait for, and cuts each group into buckets in backward order."""
@@ -300,6 +275,32 @@ class DataParallel:
                     start=common[0],
                     stop=common[1],
                 )
+
+
+def slots_of(
+    stages: Mapping[int, nn.Module],
+    mesh: Mesh,
+    tied: Mapping[int, nn.Parameter],
+    tied_ranks: tuple[int, ...],
+    decay: Callable[[str, Tensor], bool],
+) -> list[Slot]:
+    """Makes one slot per trainable parameter, however many modules and stages share it."""
+    slots: dict[int, Slot] = {}
+    ties = {id(param) for param in tied.values()} if tied_ranks else set()
+    for stage, module in stages.items():
+        for name, param in module.named_parameters():
+            if not param.requires_grad:
+                continue
+            if id(param) in slots:
+                slots[id(param)].stages += (stage,)
+                continue
+            placement, is_tied = placement_of(param), id(param) in ties
+            alone = not placement.replica_ranks or placement.replica_ranks[0] == mesh.rank
+            counted = alone and not (is_tied and tied_ranks[0] != mesh.rank)
+            slots[id(param)] = Slot(name, param, placement, (stage,), decay(name, param), counted, tied=is_tied)
+    if ties - set(slots):
+        raise ValueError("tied: a tied weight is not a trainable parameter of the local stages")
+    return list(slots.values())
 
 
 def tied_pair(tied: Mapping[int, nn.Parameter], ranks: tuple[int, ...] | None, mesh: Mesh) -> tuple[int, ...]:

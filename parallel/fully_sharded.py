@@ -25,10 +25,10 @@ from torch.distributed.tensor import Shard as ShardOf
 
 from plait.parallel.buckets import Slot, main_dtype
 from plait.parallel.collectives import all_reduce
-from plait.parallel.data import Shard, check_zero3, decays, tied_pair
+from plait.parallel.data import Shard, check_zero3, decays, slots_of, tied_pair
 from plait.parallel.grad_norm import grid_norm, norm_power_of
 from plait.parallel.mesh import Axis, Mesh
-from plait.parallel.placement import Placement, placement_of
+from plait.parallel.placement import Placement
 from plait.parallel.schedules import Schedule
 
 Units = Callable[[nn.Module], Sequence[nn.Module]]
@@ -100,14 +100,18 @@ class FullySharded:
         self.mesh, self.zero, self.axis = mesh, 3, mesh.axis("dp")
         self._stages = dict(stages)
         ranks = tied_pair(tied or {}, tied_ranks, mesh)
-        copies = {id(param) for param in (tied or {}).values()} if ranks else set()
-        slots = _slots(stages, mesh, copies, ranks, decay)
+        slots = slots_of(stages, mesh, tied or {}, ranks, decay)
+        shared = [slot.name for slot in slots if len(slot.stages) > 1]
+        if shared:
+            raise ValueError(f"zero=3: {', '.join(shared)} is shared by two stages of one rank; use zero=2")
         dtypes = [slot.param.dtype for slot in slots]  # of the model; the shards may be wider
         kept = mesh.axis("pp").size > 1  # several micro-batches use a stage's weights in turn
         for stage in stages.values():
             _wrap(stage, mesh, units, reshard=not kept)
+        named = {stage: dict(module.named_parameters()) for stage, module in stages.items()}
         self.buckets = [
-            _sharded(slot, _find(stages, slot), dtype, mesh, ranks) for slot, dtype in zip(slots, dtypes, strict=True)
+            _sharded(slot, named[slot.stages[0]][slot.name], dtype, mesh, ranks)
+            for slot, dtype in zip(slots, dtypes, strict=True)
         ]
 
     # ---- one step ----
@@ -188,26 +192,6 @@ class FullySharded:
             )
 
 
-def _slots(
-    stages: Mapping[int, nn.Module], mesh: Mesh, copies: set[int], tied_ranks: tuple[int, ...], decay: Any
-) -> list[Slot]:
-    """One slot per parameter, with its facts of before the sharding, which replaces the parameter."""
-    slots: dict[int, Slot] = {}
-    for stage, module in stages.items():
-        for name, param in module.named_parameters():
-            if id(param) in slots:
-                slots[id(param)].stages += (stage,)
-                continue
-            placement, is_tied = placement_of(param), id(param) in copies
-            alone = not placement.replica_ranks or placement.replica_ranks[0] == mesh.rank
-            counted = alone and not (is_tied and tied_ranks[0] != mesh.rank)
-            slots[id(param)] = Slot(name, param, placement, (stage,), decay(name, param), counted, tied=is_tied)
-    shared = [slot.name for slot in slots.values() if len(slot.stages) > 1]
-    if shared:
-        raise ValueError(f"zero=3: {', '.join(shared)} is shared by two stages of one rank; use zero=2")
-    return list(slots.values())
-
-
 def _wrap(stage: nn.Module, mesh: Mesh, units: Units, *, reshard: bool) -> None:
     """Shards the units and then the rest of a stage. The loss is divided by the caller: sums stay sums."""
     narrow = {p.dtype for p in stage.parameters() if main_dtype(p.dtype) != p.dtype}
@@ -233,10 +217,6 @@ def _wrap(stage: nn.Module, mesh: Mesh, units: Units, *, reshard: bool) -> None:
 def _dim(param: Tensor, size: int) -> int:
     """The dim to cut: 0, unless that is too short and dim 1 divides (two matrices in one parameter, [2, F, in])."""
     return 1 if param.dim() > 2 and param.shape[0] < size and param.shape[1] % size == 0 else 0
-
-
-def _find(stages: Mapping[int, nn.Module], slot: Slot) -> nn.Parameter:
-    return dict(stages[slot.stages[0]].named_parameters())[slot.name]
 
 
 def _sharded(
