@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.bench.providers import left_out
-from plait.bench.spec import Case, CaseResult, Measured, Options, Suite, WrongResultError
+from plait.bench.spec import Case, CaseResult, Measured, Options, Suite
 from plait.bench.suite_train import Collector
 from plait.bench.timer import interleave
 from plait.launch import launch
@@ -141,14 +141,11 @@ def measure(case: Case, options: Options) -> CaseResult:
     """Runs one case on forked local ranks; RuntimeError with what they said when one fails."""
     params, view = case.params, Collector()
     code = launch(lambda rank: run_rank(params, options, rank), params["ranks"], view)
-    if view.record is None or code != 0:
-        raise RuntimeError(f"case {case.name!r} failed with exit code {code}:\n" + "\n".join(view.lines[-20:]))
-    if view.record["wrong"]:
-        raise WrongResultError(f"case {case.name!r}: {view.record['wrong']}")
-    size = view.record["size"]
+    record = view.result(case, code)
+    size = record["size"]
     providers = {
         name: Measured([seconds / size for seconds in samples], f"within {TOLERANCE:g} of fp64, before and after")
-        for name, samples in view.record["samples_s"].items()
+        for name, samples in record["samples_s"].items()
     }
     note = (
         f"host_wall over gloo, {params['ranks']} local ranks, blocks of {size} calls; bytes as bus bandwidth counts"

@@ -19,7 +19,7 @@ import torch
 from plait.bench import pipeline_model, pipeline_stages
 from plait.bench.pipeline_stages import DTYPE, TORCH, schedule_of
 from plait.bench.pipeline_table import NOTES, text
-from plait.bench.spec import Case, CaseResult, Measured, Options, Suite, WrongResultError
+from plait.bench.spec import Case, CaseResult, Measured, Options, Suite
 from plait.bench.suite_train import Collector
 from plait.bench.timer import interleave
 from plait.launch import launch
@@ -70,11 +70,7 @@ def measure(case: Case, options: Options) -> CaseResult:
     options = limited(options, params)
     view = Collector()
     code = launch(lambda rank: run_rank(params, options, rank), params["pp"], view)
-    if view.record is None or code != 0:
-        raise RuntimeError(f"case {case.name!r} failed with exit code {code}:\n" + "\n".join(view.lines[-20:]))
-    if view.record["wrong"]:
-        raise WrongResultError(f"case {case.name!r}: {view.record['wrong']}")
-    return result_of(case, view.record)
+    return result_of(case, view.result(case, code))
 
 
 def limited(options: Options, params: Mapping[str, Any]) -> Options:

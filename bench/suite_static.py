@@ -10,7 +10,6 @@ What a bound cannot show is said in the notes: fewer resident warps, spills, acc
 from __future__ import annotations
 
 import functools
-import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,12 +21,11 @@ from plait.bench.static_case import Peer, StaticCase
 from plait.bench.static_cases import all_cases
 from plait.bench.static_counts import find, in_child
 from plait.bench.static_peers import best, record
-from plait.kernels.gate import narrow_accesses, resident_warps
+from plait.kernels.gate import access_bytes, narrow_accesses, resident_warps
 from plait.kernels.inspect import Facts, compile_offline, parse_arch
 
 ARCH = "sm_90"
 CARD = card_named("h200")
-WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}  # bytes of an access by its suffix; else 4
 TOLERANCE = 1.002  # bounds closer than this are equal: statistics of a row
 MATRIX = ("HGMMA", "UTCHMMA", "HMMA")  # wgmma, tcgen05, mma
 
@@ -37,20 +35,6 @@ class Side(NamedTuple):
 
     facts: list[Facts]
     text: str
-
-
-def access_bytes(facts: Facts) -> tuple[int, int]:
-    """(bytes in 128-bit accesses, all) of global loads, stores and asynchronous copies, each instruction once.
-
-    Bulk copies (TMA) have no width of their own and are left out. An instruction counts once however often it
-    runs, so that the numbers of a row weigh more in a kernel of small blocks.
-    """
-    wide = total = 0
-    for opcode, number in facts.instructions.items():
-        if re.match(r"(LDG|STG|LDGSTS)\.", opcode):
-            width = next((size for suffix, size in WIDTHS.items() if f".{suffix}" in f"{opcode}."), 4)
-            wide, total = wide + (width == 16) * width * number, total + width * number
-    return wide, total
 
 
 def lower_bound(nbytes: float, flop: float, card: Card = CARD) -> float:

@@ -100,6 +100,14 @@ class Collector:
     def line(self, rank: int, text: str) -> None:
         self.lines.append(f"rank {rank}: {text}")
 
+    def result(self, case: Case, code: int) -> dict[str, Any]:
+        """The record of a run that ended with `code`; RuntimeError with what ranks printed, WrongResultError."""
+        if self.record is None or code != 0:
+            raise RuntimeError(f"case {case.name!r} failed with exit code {code}:\n" + "\n".join(self.lines[-20:]))
+        if self.record["wrong"]:
+            raise WrongResultError(f"case {case.name!r}: {self.record['wrong']}")
+        return self.record
+
     def close(self) -> None:
         pass
 
@@ -117,18 +125,15 @@ def measure(case: Case, options: Options) -> CaseResult:
             code = run_in_place(program, Place(), view)
         else:
             code = launch(program, plan.world_size, view)
-    if view.record is None or code != 0:
-        raise RuntimeError(f"case {case.name!r} failed with exit code {code}:\n" + "\n".join(view.lines[-20:]))
-    if view.record["wrong"]:
-        raise WrongResultError(f"case {case.name!r}: {view.record['wrong']}")
+    record = view.result(case, code)
     tokens = case.params["tokens"]
     providers = {
         name: Measured(
             samples,
             check=f"losses of {CHECKED_STEPS} steps within {LOSS_TOLERANCE:g} of each other",
-            figures={"tokens/s": tokens / median(samples), "CPU s/step": view.record["cpu_s"][name]},
+            figures={"tokens/s": tokens / median(samples), "CPU s/step": record["cpu_s"][name]},
         )
-        for name, samples in view.record["samples_s"].items()
+        for name, samples in record["samples_s"].items()
     }
     return CaseResult(case, "plait", providers)
 
