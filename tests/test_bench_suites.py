@@ -299,9 +299,9 @@ def test_a_full_run_fits_ten_minutes():
 
 def test_a_budget_takes_fewer_rounds():
     params = suite_pipeline.cases(False)[0].params
-    assert suite_pipeline.limited(Options(rounds=50), params).rounds == params["rounds"] == 20
+    assert suite_pipeline.limited(Options(rounds=50), params).rounds == params["rounds"] == 12
     assert suite_pipeline.limited(Options(rounds=5), params).rounds == 5
-    assert suite_pipeline.limited(Options(budget_s=132 * 2.2 / 1000 * 10.5), params).rounds == 7
+    assert suite_pipeline.limited(Options(budget_s=2.2 * 0.330 * 10.5), params).rounds == 7
     assert suite_pipeline.limited(Options(budget_s=0.1), params).rounds == 3
 
 

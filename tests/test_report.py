@@ -249,7 +249,7 @@ def test_failures_skips_and_impossible_numbers_are_said(shown):
                 assert measured.skipped in text and measured.invalid in text
                 if measured.skipped:
                     assert html.cells(data_skipped=name)
-    if len(files) == len(FILES["fake"]):
+    if files is FILES["fake"]:
         assert html.cells(data_key="invalid") and html.cells(data_failed="") and html.cells(data_invalid="")
 
 
@@ -266,7 +266,7 @@ def test_machines_and_runs_are_all_there(shown):
 def test_text_is_escaped(shown):
     files, html = shown
     assert not [name for name, _ in html.tags if name == "script"]
-    if files == FILES["fake"] or any("fake" in f.path or "runs/" in f.path for f in files):
+    if files is FILES["fake"]:
         assert EVIL in "".join(html.words)
 
 
