@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -124,11 +125,13 @@ class DirStore:
         return final.name
 
     def files(self, folder: str) -> dict[str, int]:
-        try:
-            with os.scandir(self._root / folder) as entries:
-                return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
-        except FileNotFoundError:
-            return {}
+        sizes: dict[str, int] = {}
+        with suppress(FileNotFoundError), os.scandir(self._root / folder) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):  # another rank renamed or removed it since it was listed
+                    if entry.is_file():
+                        sizes[entry.name] = entry.stat().st_size
+        return sizes
 
     def put(self, folder: str, name: str, data: bytes) -> None:
         announce(self._io, self._root / folder / name, data)

@@ -39,11 +39,16 @@ from tests.faults import Calls, FaultyStore, faulty_os, on_ranks
 
 OLD, NEXT = 1, 9
 KEY = bytes(range(32))
-TIMEOUT_S = 2.0  # how long a rank waits for one that failed in silence
+SHORT_S, LONG_S = 2.0, 60.0  # how long a rank waits for one that may have failed in silence; for one that works
 LARGE = 20_000  # elements of what is captured lazily or, in slabs, strided
 
 Ops = list[tuple[str, str]]
-Ios = Sequence[Any]  # a _C.Io, or what takes its place (faults.Calls), of each rank
+
+
+class Ios(list[Any]):
+    """A _C.Io, or what takes its place (faults.Calls), of each rank. timeout_s: how long a rank waits for another."""
+
+    timeout_s = LONG_S
 
 
 @dataclass(frozen=True)
@@ -66,9 +71,9 @@ class Cycle:
     fault: Callable[[list[tuple[int, str, int]], bool], Any] = lambda script, sticky: _C.FaultIo(script, sticky)
     errors: tuple[int, ...] = (errno.EIO, errno.ENOSPC, errno.EINTR)
 
-    def ios(self) -> list[Any]:
+    def ios(self) -> Ios:
         """Of all ranks, without a fault; they count."""
-        return [self.fault([], False) for _ in range(self.ranks)]
+        return Ios(self.fault([], False) for _ in range(self.ranks))
 
     def good_save(self, root: Path, steps: tuple[int, ...]) -> None:
         """Saves without a fault."""
@@ -123,7 +128,7 @@ def _save_all(root: Path, ios: Ios, steps: tuple[int, ...], state: Any = plain_s
     session = secrets.randbits(60)
 
     def rank_main(rank: int) -> None:
-        ranks: dict[str, Any] = {"rank": rank, "world_size": len(ios), "session": session, "timeout_s": TIMEOUT_S}
+        ranks: dict[str, Any] = {"rank": rank, "world_size": len(ios), "session": session, "timeout_s": ios.timeout_s}
         with Snapshots(root, io=ios[rank], **ranks, **options) as snapshots:
             for step in steps:
                 snapshots.save(step, state(step, rank))
@@ -198,7 +203,7 @@ def restored_by(
     session, leaving = secrets.randbits(60), threading.Barrier(cycle.ranks)
 
     def on_rank(rank: int) -> int:
-        ranks: dict[str, Any] = {"rank": rank, "world_size": cycle.ranks, "session": session, "timeout_s": 20.0}
+        ranks: dict[str, Any] = {"rank": rank, "world_size": cycle.ranks, "session": session, "timeout_s": LONG_S}
         snapshots = open_rank(rank, {"read_only": True, "key": cycle.key, **(ranks if cycle.ranks > 1 else {})})
         try:
             found = snapshots.restore(blank(cycle.state(0, rank)))
@@ -284,10 +289,10 @@ def newest(found: list[tuple[int, int]], before: int) -> int:
 def _save_on_disks(root: Path, ios: Ios, steps: tuple[int, ...], partner: Partner | None = None) -> None:
     """Each rank has a root of its own; with a partner its data files are in both."""
     store, session = HashStore(), secrets.randbits(60)
-    store.set_timeout(timedelta(seconds=TIMEOUT_S))
+    store.set_timeout(timedelta(seconds=ios.timeout_s))
 
     def rank_main(rank: int) -> None:
-        ranks: dict[str, Any] = {"rank": rank, "world_size": 2, "session": session, "timeout_s": TIMEOUT_S}
+        ranks: dict[str, Any] = {"rank": rank, "world_size": 2, "session": session, "timeout_s": ios.timeout_s}
         more: dict[str, Any] = {"store": store, "partner": partner, "keep_last": 1, "threads": 1}
         with Snapshots(root / f"node{rank}", io=ios[rank], **ranks, **more) as snapshots:
             for step in steps:
@@ -449,7 +454,7 @@ PLACES = {  # of more than one place, and who owns one
         (2,),
         2,
         sharded_state,
-        lambda root, ios, steps: _save_on_disks(root, ios, steps, Partner("127.0.0.1", timeout_s=TIMEOUT_S)),
+        lambda root, ios, steps: _save_on_disks(root, ios, steps, Partner("127.0.0.1", timeout_s=ios.timeout_s)),
         restore=_restored_by_partners,
         roots=_DISKS,
     ),

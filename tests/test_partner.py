@@ -10,6 +10,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -132,6 +133,32 @@ def test_a_damaged_copy_gives_way_to_the_partners(nodes):
     for rank in (0, 1):
         flip(nodes[rank] / f"step-000000001/r0000{rank}.safetensors", 9000)
     assert restore_all(nodes, session=2) == [1, 1]
+
+
+def test_a_copy_is_there_while_the_partner_renames_its_own_files(nodes, monkeypatch):
+    """Each time an attempt is listed, a small file of it gets its final name between the listing and a look at it."""
+    scan, store, listed = os.scandir, HashStore(), []
+
+    @contextmanager
+    def scan_beside_a_rename(path):
+        part = Path(path) / "r00007.ok.part"
+        if not Path(path).name.startswith(".tmp-"):
+            part = Path(path).with_name("none.part")
+        part.touch()
+        with scan(path) as entries:
+            found = list(entries)
+        part.unlink()
+        listed.extend(entry.name for entry in found if entry.name == part.name)
+        yield iter(found)
+
+    monkeypatch.setattr(os, "scandir", scan_beside_a_rename)
+
+    def work(rank: int) -> None:
+        with open_on(nodes, store, rank, session=1) as snapshots:
+            snapshots.save(1, state(1, rank)).wait()
+
+    on_ranks(2, work)
+    assert len(listed) >= 2
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -34,7 +34,9 @@ from tests.cycles import (
     CYCLES,
     OLD,
     PLACES,
+    SHORT_S,
     Cycle,
+    Ios,
     check_and_go_on,
     commits,
     durable_commits,
@@ -79,14 +81,17 @@ class Walker:
         self._folders += 1
         return Path(shutil.copytree(self.old, self.folder / f"copy-{self._folders:05d}"))
 
-    def ios(self, faulty: dict[int, Any]) -> list[Any]:
+    def ios(self, faulty: dict[int, Any]) -> Ios:
         """One for each rank, counting unless it is given."""
-        return [faulty.get(rank, io) for rank, io in enumerate(self.cycle.ios())]
+        return Ios(faulty.get(rank, io) for rank, io in enumerate(self.cycle.ios()))
 
     def run(self, root: Path, rank: int, script: list[tuple[int, str, int]], sticky: bool = False) -> bool:
         """Runs the cycle with a fault on one rank; returns whether it raised the OSError or an error about it."""
+        ios = self.ios({rank: self.cycle.fault(script, sticky)})
+        if sticky or any(action.startswith("errno") and number != errno.EINTR for _, action, number in script):
+            ios.timeout_s = SHORT_S  # the rank may be unable to say that it failed
         try:
-            self.cycle.run(root, self.ios({rank: self.cycle.fault(script, sticky)}), self.cycle.steps)
+            self.cycle.run(root, ios, self.cycle.steps)
         except (OSError, SnapshotError):
             return True
         return False
