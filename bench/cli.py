@@ -38,7 +38,7 @@ SUITES = {
 }
 
 
-ASKED = "in the suites kernels, static and collectives, beside ours (default: all)"
+ASKED = "beside ours, as `plait bench list` names them (default: all; plait: ours alone)"
 
 
 def parser(chosen: settings.Settings | None = None) -> argparse.ArgumentParser:
@@ -120,14 +120,6 @@ def list_suites() -> int:
     return 0
 
 
-def chosen_providers(text: str) -> tuple[str, ...]:
-    """The names of --providers; ValueError for one that no suite has."""
-    names = tuple(filter(None, text.split(",")))
-    if unknown := [name for name in names if name not in providers.ALL]:
-        raise ValueError(f"--providers: {unknown[0]!r} is unknown; valid: {', '.join(providers.ALL)}")
-    return names
-
-
 def run(args: argparse.Namespace, command: str) -> int:
     """Measures the suites, prints a table of each, writes the files asked for; returns the worst exit code."""
     at_least(args, processes=1, seed=0)
@@ -135,11 +127,13 @@ def run(args: argparse.Namespace, command: str) -> int:
     names = [args.command] if alone else args.suites or args.default_suites
     full, rounds = args.full or alone, Options.rounds if args.rounds is None else args.rounds
     base = Options(rounds=rounds, seed=args.seed, full=full, processes=args.processes, tutorials=args.tutorials)
-    base = dataclasses.replace(base, providers=chosen_providers(args.providers))
+    asked = tuple(name.strip() for name in args.providers.split(",") if name.strip())
+    providers.check_asked(asked, names)
     codes: list[int] = []
     entries: list[outputs.Entry] = []
     for suite in [load(name) for name in names]:
         options = dataclasses.replace(base, budget_s=suite.budget_s if args.budget is None else args.budget)
+        options = dataclasses.replace(options, providers=providers.asked_in(suite.name, asked))
         how = runner.run_here if options.processes == 1 else runner.run_processes
         results, code = how(suite, options, args.only)
         text = f"{suite.name}: {suite.about}\n\n{runner.table_of(suite, results)}\n"

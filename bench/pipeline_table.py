@@ -28,12 +28,13 @@ def text(results: list[CaseResult]) -> str:
             rows.append([result.case.name, *["-"] * 6, f"failed: {result.error.splitlines()[0]}"])
             continue
         ours, peer = (result.providers[name] for name in ("plait", "torch"))
-        planned = "plan_s" in ours.figures
-        plan = [f"{ours.figures['plan_s'] * 1e3:.1f}"] if planned else ["-"]
-        plan += [f"{each.figures['step / plan']:.3f}" if planned else "-" for each in (ours, peer)]
-        ratio = median(peer.samples_s) / median(ours.samples_s)
-        host = [each.figures["host us/action"] for each in (ours, peer)]
-        cells = [f"{ratio:.3f}", *(f"{value:.0f}" for value in host), f"{host[1] / host[0]:.2f}"]
+        plan = [f"{ours.figures['plan_s'] * 1e3:.1f}" if "plan_s" in ours.figures else "-"]
+        plan += [f"{m.figures['step / plan']:.3f}" if "step / plan" in m.figures else "-" for m in (ours, peer)]
+        host = [m.figures.get("host us/action", 0.0) for m in (ours, peer)]
+        cells = ["-", f"{host[0]:.0f}", "-", "-"]  # torch was not asked for
+        if peer.samples_s:
+            ratio = median(peer.samples_s) / median(ours.samples_s)
+            cells = [f"{ratio:.3f}", *(f"{value:.0f}" for value in host), f"{host[1] / host[0]:.2f}"]
         rows.append([result.case.name, *plan, *cells])
         notes[result.case.params["kind"]] = NOTES[result.case.params["kind"]]
     return "\n".join([table(HEADER, rows), *(f"\n{kind}: {note}" for kind, note in notes.items())])

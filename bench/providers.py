@@ -1,4 +1,4 @@
-"""Who a suite measures beside ours, and whether they are here. Imports none of them.
+"""Who a suite measures beside ours, whether they are here, and who of them was asked for. Imports none of them.
 
 A provider that is missing is skipped with its reason when its case runs; this list says so beforehand.
 """
@@ -6,8 +6,10 @@ A provider that is missing is skipped with its reason when its case runs; this l
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
+
+from plait.bench.spec import Measured
 
 
 class Need(NamedTuple):
@@ -17,6 +19,7 @@ class Need(NamedTuple):
     gpu: bool = False
 
 
+OURS = "plait"  # alone in --providers: nobody beside ours
 NOT_ASKED = "not among the providers asked for"
 _TORCH = Need()
 # suite -> provider -> what it needs
@@ -34,11 +37,18 @@ PROVIDERS: dict[str, Mapping[str, Need]] = {
     },
     "snapshots": {
         "torch.save": _TORCH,
-        "dcp": _TORCH,
         "safetensors": Need("safetensors"),
+        "dcp": _TORCH,
+        "dcp async": _TORCH,
+        "dcp async cached": _TORCH,
+        "dcp async thread": _TORCH,
+        "dcp async process": _TORCH,
+        "dcp async process behind": _TORCH,
+        "dcp async pinned": Need(gpu=True),
         "torchsnapshot": Need("torchsnapshot"),
         "nvidia-resiliency-ext": Need("nvidia_resiliency_ext"),
         "deepspeed": Need("deepspeed"),
+        "orbax": Need("orbax"),
     },
     "pipeline": {"torch": _TORCH},
     "static": {
@@ -47,11 +57,11 @@ PROVIDERS: dict[str, Mapping[str, Need]] = {
         "tutorial 03": _TORCH,
         "tutorial 09": _TORCH,
     },
-    "launch": {"empty op": _TORCH, "bare launch": _TORCH, "floor": _TORCH},
     "collectives": {"torch": _TORCH},
-    "ceilings": {"torch": _TORCH},
+    "launch": {},  # what stands beside an op there is its floor: every case needs it
+    "ceilings": {},  # torch's own products and copies, beside nobody
 }
-ALL = sorted({name for providers in PROVIDERS.values() for name in providers})
+ALL = sorted({OURS, *(name for providers in PROVIDERS.values() for name in providers)})
 
 
 def state_of(need: Need, gpu: bool) -> str:
@@ -61,6 +71,26 @@ def state_of(need: Need, gpu: bool) -> str:
     return "needs a GPU" if need.gpu and not gpu else "found"
 
 
+def check_asked(asked: Iterable[str], suites: Iterable[str]) -> None:
+    """ValueError for a name that none of these suites measures, with the names that each of them has."""
+    suites = list(suites)
+    valid = {OURS, *(name for suite in suites for name in PROVIDERS.get(suite, {}))}
+    for name in asked:
+        if name not in valid:
+            those = ", ".join(f"{suite} ({', '.join(PROVIDERS.get(suite, {})) or 'nobody'})" for suite in suites)
+            raise ValueError(f"--providers: {name!r} is measured in none of: {those}; {OURS!r} is ours alone")
+
+
+def asked_in(suite: str, asked: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the asked that the suite has, ours alone where it has none of them; () asks for all."""
+    return tuple(name for name in asked if name in PROVIDERS.get(suite, {})) or (OURS,) if asked else ()
+
+
 def left_out(name: str, wanted: tuple[str, ...]) -> bool:
     """Whether a provider other than ours was not asked for; () asks for all."""
-    return bool(wanted) and name != "plait" and name not in wanted
+    return bool(wanted) and not name.startswith(OURS) and name not in wanted
+
+
+def not_asked(names: Iterable[str], wanted: tuple[str, ...]) -> dict[str, Measured]:
+    """What is said of those that were left out."""
+    return {name: Measured(skipped=NOT_ASKED) for name in names if left_out(name, wanted)}

@@ -4,7 +4,7 @@
     suites = ["kernels", "launch"]  # of a bare `plait bench run`
     budget = 120                    # seconds a suite
     floor = 0.5                     # microseconds: a change below is none
-    providers = ["torch", "liger"]  # beside ours, in the suites kernels, static and collectives
+    providers = ["torch", "liger"]  # beside ours, in the suites that have them
 
 The nearest pyproject.toml at or above the working directory counts; the command line goes before it.
 """

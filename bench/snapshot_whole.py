@@ -23,6 +23,7 @@ from typing import Any
 
 from plait import _C
 from plait.bench.progress import Progress
+from plait.bench.providers import left_out, not_asked
 from plait.bench.snapshot_training import STEP_S
 from plait.bench.snapshot_turn import MIB, WARM, WAYS, Samples, child, missing
 from plait.bench.spec import Case, CaseResult, Measured, Options, WrongResultError
@@ -163,7 +164,8 @@ def measure(case: Case, options: Options) -> CaseResult:
     order, progress, start = random.Random(options.seed), Progress(sys.stderr), time.monotonic()
     count, done = min(options.rounds, ROUNDS[place]), 0
     with tempfile.TemporaryDirectory(prefix="plait-bench-", dir=folder) as text:
-        rounds = Rounds(Path(text), params, list(case.params.get("ways", WAYS)))
+        ways = list(case.params.get("ways", WAYS))
+        rounds = Rounds(Path(text), params, [name for name in ways if not left_out(name, options.providers)])
         steps = count * (1 + len(rounds.names))
         taken = iter(range(steps + 1))
         while done < count:
@@ -180,7 +182,7 @@ def measure(case: Case, options: Options) -> CaseResult:
     note += f"{os.cpu_count()} cores; a training step takes {params['step_s'] * 1e3:g} ms"
     if not cold:
         note += "; no cold restore: these files are memory"
-    return CaseResult(case, "plait", results_of(rounds), note)
+    return CaseResult(case, "plait", results_of(rounds) | not_asked(ways, options.providers), note)
 
 
 def results_of(rounds: Rounds) -> dict[str, Measured]:

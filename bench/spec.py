@@ -35,7 +35,7 @@ class Options:
     """How long to measure: rounds counted after warmup rounds, in each of so many fresh processes; seed orders the
     providers of each round. budget_s: seconds for all cases together, or one case's share of them; 0 for no limit; a
     suite that knows it takes fewer rounds. tutorials: the folder of triton's, for the suite `static`. providers:
-    beside ours, in the suites kernels, static and collectives; () for all."""
+    beside ours, () for all; a name of nobody (providers.OURS): ours alone."""
 
     rounds: int = 20
     warmup: int = 3

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.bench.providers import left_out
+from plait.bench.providers import left_out, not_asked
 from plait.bench.spec import Case, CaseResult, Measured, Options, Suite
 from plait.bench.suite_train import Collector
 from plait.bench.timer import interleave
@@ -146,7 +146,7 @@ def measure(case: Case, options: Options) -> CaseResult:
     providers = {
         name: Measured([seconds / size for seconds in samples], f"within {TOLERANCE:g} of fp64, before and after")
         for name, samples in record["samples_s"].items()
-    }
+    } | not_asked(["torch"], options.providers)
     note = (
         f"host_wall over gloo, {params['ranks']} local ranks, blocks of {size} calls; bytes as bus bandwidth counts"
     )

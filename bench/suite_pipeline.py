@@ -19,6 +19,7 @@ import torch
 from plait.bench import pipeline_model, pipeline_stages
 from plait.bench.pipeline_stages import DTYPE, TORCH, schedule_of
 from plait.bench.pipeline_table import NOTES, text
+from plait.bench.providers import left_out, not_asked
 from plait.bench.spec import Case, CaseResult, Measured, Options, Suite
 from plait.bench.suite_train import Collector
 from plait.bench.timer import interleave
@@ -70,7 +71,9 @@ def measure(case: Case, options: Options) -> CaseResult:
     options = limited(options, params)
     view = Collector()
     code = launch(lambda rank: run_rank(params, options, rank), params["pp"], view)
-    return result_of(case, view.result(case, code))
+    result = result_of(case, view.result(case, code))
+    result.providers |= not_asked(["torch"], options.providers)
+    return result
 
 
 def limited(options: Options, params: Mapping[str, Any]) -> Options:
@@ -130,6 +133,7 @@ def run_rank(params: dict[str, Any], options: Options, rank: Rank) -> None:
     mesh = Mesh.create(device_type="cpu", pp=params["pp"])
     axis = mesh.axis("pp")
     executors, error_of, tolerance = made(params, mesh, options.seed)
+    executors = {name: one for name, one in executors.items() if not left_out(name, options.providers)}
 
     def check() -> str:
         """Returns what is wrong on any rank, '' for nothing; the same on all ranks."""

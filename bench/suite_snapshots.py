@@ -28,6 +28,7 @@ import torch
 
 from plait import _C
 from plait.bench import snapshot_table, snapshot_whole
+from plait.bench.providers import not_asked
 from plait.bench.snapshot_memory import drop_from_cache
 from plait.bench.snapshot_peers import build
 from plait.bench.snapshot_way import State, save
@@ -73,7 +74,8 @@ def make_state(nbytes: int, count: int, seed: int) -> State:
 class Bench:
     """One case under way: the state, where it is loaded to, and what was measured so far."""
 
-    def __init__(self, root: Path, case: Case, seed: int) -> None:
+    def __init__(self, root: Path, case: Case, options: Options) -> None:
+        seed = options.seed
         self.root, self.quantity = root, case.params["quantity"]
         self.kind = self.quantity.split()[0]
         self.state = make_state(case.params["mib"] * MIB, case.params["tensors"], seed)
@@ -81,6 +83,9 @@ class Bench:
         self.providers, self.skipped = build(root / "plait", self.state)
         if self.kind == "restore":  # both ways of DCP leave the same files
             self.providers = {n: p for n, p in self.providers.items() if not n.startswith("dcp async")}
+        self.skipped |= not_asked({*self.providers, *self.skipped} - {"limit"}, options.providers)
+        for name in self.skipped.keys() & self.providers.keys():
+            self.providers.pop(name).close()
         self.samples: dict[str, dict[str, list[float]]] = {name: {} for name in self.providers}
         self.count = 0
 
@@ -130,7 +135,7 @@ def measure(case: Case, options: Options) -> CaseResult:
         facts = _C.io_facts(text)
         if facts["free_bytes"] < 3 * nbytes:
             raise ValueError(f"folder {text!r} has {facts['free_bytes']} bytes free; this case needs {3 * nbytes}")
-        bench = Bench(Path(text), case, options.seed)
+        bench = Bench(Path(text), case, options)
         try:
             names = list(bench.providers)
             for name in names:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.bench.peer_torch import Block, Stage, TorchStack
+from plait.bench.providers import left_out, not_asked
 from plait.bench.spec import Case, CaseResult, Measured, Options, Suite, WrongResultError
 from plait.bench.timer import interleave
 from plait.block import rotary_tables
@@ -134,7 +135,7 @@ def measure(case: Case, options: Options) -> CaseResult:
             figures={"tokens/s": tokens / median(samples), "CPU s/step": record["cpu_s"][name]},
         )
         for name, samples in record["samples_s"].items()
-    }
+    } | not_asked(["torch"], options.providers)
     return CaseResult(case, "plait", providers)
 
 
@@ -162,15 +163,13 @@ def run_rank(plan: RunPlan, case: Case, options: Options, rank: Rank) -> None:
         torch_step()
     worst = max(abs(a - b) / abs(b) for a, b in zip(losses["plait"], losses["torch"], strict=True))
     wrong = "" if worst <= LOSS_TOLERANCE else f"losses {losses}, {worst:.2e} apart"
-    cpu_s = {"plait": 0.0, "torch": 0.0}
-    flag = torch.zeros(1)
-    samples: dict[str, list[float]] = {"plait": [], "torch": []}
+    steps = {"plait": plait_step, "torch": torch_step}  # torch is built and checked against, also where nobody asked
+    steps = {name: step for name, step in steps.items() if not left_out(name, options.providers)}
+    cpu_s, flag = dict.fromkeys(steps, 0.0), torch.zeros(1)
+    samples: dict[str, list[float]] = {name: [] for name in steps}
     if not wrong:
-        samples = interleave(
-            {"plait": with_cpu(plait_step, cpu_s, "plait"), "torch": with_cpu(torch_step, cpu_s, "torch")},
-            options,
-            sync=lambda: all_reduce(flag, everyone),
-        )
+        timed: dict[str, Callable[[], object]] = {name: with_cpu(step, cpu_s, name) for name, step in steps.items()}
+        samples = interleave(timed, options, sync=lambda: all_reduce(flag, everyone))
     counted = torch.tensor(list(cpu_s.values()), dtype=torch.float64) / (options.rounds + options.warmup)
     counted = all_reduce(counted, everyone)
     ours.snapshots.close()

@@ -194,10 +194,10 @@ def test_settings_choose_the_suites_of_a_bare_run_and_the_command_line_goes_befo
     text = '[tool.plait.bench]\nsuites = ["launch", "train"]\nbudget = 9\nproviders = ["torch"]\nfloor = 7\n'
     (tmp_path / "pyproject.toml").write_text(text)
     assert cli.main(["run"]) == 0 and [name for name, *_ in ran] == ["launch", "train"]
-    assert ran[0][1:] == (9.0, ("torch",))
+    assert [row[1:] for row in ran] == [(9.0, ("plait",)), (9.0, ("torch",))], "launch has no peers"
     assert cli.main(["run", "kernels", "--budget", "3", "--providers", "liger,compile"]) == 0
     assert ran[-1] == ("kernels", 3.0, ("liger", "compile"))
-    assert cli.main(["run", "kernels", "--providers", "x"]) == 2 and "valid: " in capsys.readouterr().err
+    assert cli.main(["run", "kernels", "--providers", "x"]) == 2 and "kernels (torch, " in capsys.readouterr().err
     floors = [
         cli.parser(settings.load(path, cli.SUITES, providers.ALL)) for path in (tmp_path / "pyproject.toml", None)
     ]
