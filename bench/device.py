@@ -98,6 +98,21 @@ def gpu_sensor(index: int = 0) -> Callable[[], Condition]:
     return read
 
 
+def gpu_energy(index: int = 0) -> Callable[[], float | None]:
+    """Returns a reader of a card's energy counter in joules, by NVML; of None where pynvml or the counter is not."""
+    if not torch.cuda.is_available() or importlib.util.find_spec("pynvml") is None:
+        return lambda: None
+    import pynvml
+
+    pynvml.nvmlInit()
+    card = pynvml.nvmlDeviceGetHandleByIndex(index)
+    try:
+        pynvml.nvmlDeviceGetTotalEnergyConsumption(card)
+    except pynvml.NVMLError:  # cards before Volta, and some virtual ones, count nothing
+        return lambda: None
+    return lambda: float(pynvml.nvmlDeviceGetTotalEnergyConsumption(card)) / 1e3
+
+
 def cpu_model() -> str:
     """Returns the processor's name as the kernel gives it."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():

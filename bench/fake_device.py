@@ -1,9 +1,10 @@
 """A GPU that is not there: a simulated clock with the ways in which real ones mislead a benchmark. Runs no kernel.
 
 It has a host clock and a queue: a launch costs the host launch_s and returns; the kernel begins when the one before
-it is done; sync() waits for the queue. How long a kernel takes depends on the noise, the SM clock (cold, drifting, in
-one of two states, throttled), on whether its data still sits in L2, and on the process. Everything follows from the
-seed, so a test of the timer, of a verdict or of a report sees the same numbers on every machine.
+it is done; sync() waits for the queue (it is a Queue of queues.py). How long a kernel takes depends on the noise, the
+SM clock (cold, drifting, in one of two states, throttled), on whether its data still sits in L2, and on the process.
+Everything follows from the seed, so a test of the timer, of a verdict or of a report sees the same numbers on every
+machine.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ NOISE_MODELS = {
     "process": Noise(iid=0.006, process=0.012),
 }
 SWITCHES = 10  # of the clock state in span_s
+WATTS = 500.0  # while a kernel runs
+COUNTED_S = 0.02  # of busy time between two steps of the energy counter
 COLD_CLOCK_S = 0.025  # busy time after which a cold clock has made up 63 % of what it lacks
 
 
@@ -86,6 +89,8 @@ class FakeDevice:
         self.switch_at_s = 0.0
         self.phase = self.random.uniform(0, 2 * math.pi)
         self.throttled: list[bool] = []  # of every kernel so far
+        self.captured: list[Callable[[], None]] | None = None  # launches that a graph records
+        self.replaying = False
 
     def clock(self) -> float:
         """Returns the host's time."""
@@ -98,7 +103,48 @@ class FakeDevice:
     def sensor(self) -> Condition:
         """What a card's own sensors say after the last kernel: a warm, quiet SM clock is 1000 MHz."""
         throttled = bool(self.throttled and self.throttled[-1])
-        return Condition(1000.0 * self.clock_rate(self.done_s, throttled), 500.0, throttled)
+        return Condition(1000.0 * self.clock_rate(self.done_s, throttled), WATTS, throttled)
+
+    def joules(self) -> float | None:
+        """A counter that moves in steps, as a card's does."""
+        return WATTS * COUNTED_S * math.floor(self.busy_s / COUNTED_S)
+
+    def spin(self, seconds: float) -> None:
+        """Keeps the device busy without memory, noise or heat."""
+        self.now_s += self.launch_s
+        self.done_s = max(self.now_s, self.done_s) + seconds
+
+    def mark(self) -> float:
+        """When the device will have done all that is queued now."""
+        return max(self.now_s, self.done_s)
+
+    def passed(self, mark: float) -> bool:
+        return self.now_s >= mark
+
+    def between(self, begin: float, end: float) -> float:
+        return end - begin
+
+    def peak_bytes(self, call: Callable[[], object]) -> float | None:
+        """It has no memory."""
+        return None
+
+    def capture(self, block: Callable[[], object]) -> Callable[[], object]:
+        """Records the block's launches, which do not run; the replay is one launch for all."""
+        launches: list[Callable[[], None]] = []
+        self.captured = launches
+        try:
+            block()
+        finally:
+            self.captured = None
+
+        def replay() -> None:
+            self.now_s += self.launch_s
+            self.replaying = True
+            for launch in launches:
+                launch()
+            self.replaying = False
+
+        return replay
 
     def idle(self, seconds: float) -> None:
         """Lets the host sleep, and the device cool."""
@@ -110,17 +156,30 @@ class FakeDevice:
         self.enqueue(self.l2_bytes / 4e12)
 
     def kernel(
-        self, seconds: float, *, nbytes: int = 0, hot_s: float | None = None, copies: int = 1
+        self,
+        seconds: float,
+        *,
+        nbytes: int = 0,
+        hot_s: float | None = None,
+        copies: int = 1,
+        data: list[Buffer] | None = None,
+        turn: Callable[[], int] | None = None,
     ) -> Callable[[], None]:
         """Returns a kernel: calling it launches it. hot_s: its time when all its nbytes are in L2; copies: of its
-        data, used in turn."""
+        data, used in turn; or `data`, which other kernels may use too, and `turn`, which says whose turn it is."""
         factor = math.exp(self.random.gauss(0.0, self.noise.process)) if self.noise.process else 1.0
-        buffers, calls = [Buffer(nbytes) for _ in range(copies)], 0
+        buffers, calls = data or [Buffer(nbytes) for _ in range(copies)], 0
 
         def launch() -> None:
             nonlocal calls
-            buffer = buffers[calls % copies]
+            buffer = buffers[turn() if turn else calls % copies]
             calls += 1
+            if self.captured is not None:  # a graph keeps the addresses that it was captured with
+                self.captured.append(lambda: use(buffer))
+            else:
+                use(buffer)
+
+        def use(buffer: Buffer) -> None:
             hot = hot_s is not None and self.bytes_touched - buffer.touched_at + nbytes <= self.l2_bytes
             self.bytes_touched += nbytes
             buffer.touched_at = self.bytes_touched
@@ -130,7 +189,7 @@ class FakeDevice:
 
     def enqueue(self, ideal_s: float) -> None:
         """Launches a kernel that takes ideal_s on a warm, quiet device."""
-        self.now_s += self.launch_s
+        self.now_s += 0.0 if self.replaying else self.launch_s
         begin = max(self.now_s, self.done_s)
         self.heat_s = max(0.0, self.heat_s - (begin - self.done_s))
         throttled = self.heat_s > self.throttle_after_s

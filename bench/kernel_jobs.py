@@ -1,13 +1,14 @@
 """Problems made callable: who is to be timed on which tensors, and what they must give. Times and compares nothing.
 
-A job's inputs can be drawn anew in place, so that a provider that remembers results is found out.
+A job's inputs can be drawn anew in place, so that a provider that remembers results is found out. Where data must be
+cold there are several copies of them, equal in value; calls take one after the other (Rotation).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,10 +16,45 @@ from torch import Tensor
 
 from plait import kernels
 from plait.bench.kernel_problems import PROBLEMS
+from plait.bench.kernel_work import work
 from plait.bench.problem import Maker, Op, Params, Peer, Problem
+from plait.bench.timer import copies_for
 
 Results = Sequence[Tensor]
 Step = Callable[[], object]
+
+
+class Rotation:
+    """Which copy of the data the next call takes. All providers of a case share it, so that a copy is used again only
+    after all others, whoever used them; results are held as long as their copy, so that they are not written over
+    what was written last."""
+
+    def __init__(self, copies: int) -> None:
+        self.copies, self.turn = copies, 0
+        self.held: dict[tuple[object, int], Results] = {}
+
+    def next(self) -> int:
+        """The copy that comes now."""
+        self.turn = (self.turn + 1) % self.copies
+        return self.turn
+
+    def restart(self) -> None:
+        """The next call takes the first copy."""
+        self.turn = self.copies - 1
+
+    def over(self, calls: Sequence[Callable[[], Results]]) -> Callable[[], Results]:
+        """One call that goes through these, one a copy; of a single copy, the call itself."""
+        if len(calls) == 1:
+            return calls[0]
+        owner = object()
+
+        def call() -> Results:
+            index = self.next()
+            self.held.pop((owner, index), None)  # freed first, so that its memory can be taken again
+            results = self.held[owner, index] = calls[index]()
+            return results
+
+        return call
 
 
 @dataclass(frozen=True)
@@ -34,12 +70,15 @@ class Contender:
 
 @dataclass
 class Job:
-    """A case made concrete. `redraw` puts new numbers into the inputs; `oracle` computes the results from them."""
+    """A case made concrete. `redraw` puts new numbers into the inputs; `oracle` computes the results from them.
+    nbytes: of one copy of the data that calls go through in turn."""
 
     redraw: Callable[[], None]
     oracle: Callable[[], Results]
     contenders: dict[str, Contender]
     skipped: dict[str, str]
+    nbytes: float = 0.0
+    rotation: Rotation = field(default_factory=lambda: Rotation(1))
 
 
 def results_of(op: Op, inputs: Sequence[Tensor], douts: Sequence[Tensor], backward: bool) -> Results:
@@ -62,8 +101,27 @@ def outputs_of(provider: Op | Peer | str, inputs: Sequence[Tensor]) -> Results:
     return results_of(provider, inputs, (), False)
 
 
-def problem_job(p: Params, seed: int, full: bool) -> Job:
-    """A differentiable op: shared inputs and output gradients, one contender a provider."""
+@dataclass(frozen=True)
+class Data:
+    """One copy: inputs, and the gradients of the outputs."""
+
+    inputs: list[Tensor]
+    douts: list[Tensor]
+
+    def copied(self, backward: bool) -> Data:
+        """Another one, of the same numbers elsewhere."""
+        inputs = [value.detach().clone().requires_grad_(backward) for value in self.inputs]
+        return Data(inputs, [value.clone() for value in self.douts])
+
+    def take(self, other: Data) -> None:
+        """Copies the other's numbers."""
+        for value, source in zip([*self.inputs, *self.douts], [*other.inputs, *other.douts], strict=True):
+            value.detach().copy_(source.detach())
+
+
+def problem_job(p: Params, seed: int, full: bool, l2_bytes: int = 0) -> Job:
+    """A differentiable op: shared inputs and output gradients, one contender a provider. l2_bytes: of the cache that
+    copies of them must exceed; 0 for one copy."""
     make = Maker(p, seed)
     problem: Problem = PROBLEMS[p["op"]](p, make)
     backward, wide = p["backward"], getattr(torch, p.get("oracle", "float64"))
@@ -77,14 +135,20 @@ def problem_job(p: Params, seed: int, full: bool) -> Job:
     # A loss has the gradient 1; everything else gets random numbers.
     outs = outputs_of(eager, inputs)
     douts = [make.normal(*out.shape).to(out.dtype) if out.dim() else torch.ones_like(out) for out in outs]
+    first = Data(inputs, douts)
+    nbytes = float(sum(value.nbytes for value in (*inputs, *(douts if backward else ()))))
+    nbytes = min(nbytes, work(p)[1] or nbytes)  # of an embedding's table a call takes some rows
+    rotation = Rotation(copies_for(nbytes, l2_bytes))
+    copies = [first, *(first.copied(backward) for _ in range(rotation.copies - 1))]
     contenders, skipped = {}, {}
     for name, op in ops.items():
         if isinstance(op, str):
             skipped[name] = op
         elif isinstance(op, Peer):
-            contenders[name] = own_inputs(op, inputs, douts, backward)
+            contenders[name] = own_inputs(op, first, rotation, backward)
         else:
-            contenders[name] = Contender(functools.partial(results_of, op, inputs, douts, backward))
+            calls = [functools.partial(results_of, op, data.inputs, data.douts, backward) for data in copies]
+            contenders[name] = Contender(rotation.over(calls))
 
     def redraw() -> None:
         with torch.no_grad():
@@ -93,12 +157,14 @@ def problem_job(p: Params, seed: int, full: bool) -> Job:
             for value in douts:
                 if value.dim():
                     value.normal_(generator=make.generator)
+            for data in copies[1:]:
+                data.take(first)
 
     def oracle() -> Results:
         exact = [value.detach().to(wide).requires_grad_(backward) for value in inputs]
         return results_of(problem.oracle, exact, [value.to(wide) for value in douts], backward)
 
-    return Job(redraw, oracle, contenders, skipped)
+    return Job(redraw, oracle, contenders, skipped, nbytes, rotation)
 
 
 def refuse_constant(op: str, inputs: Sequence[Tensor]) -> None:
@@ -108,28 +174,36 @@ def refuse_constant(op: str, inputs: Sequence[Tensor]) -> None:
             raise ValueError(f"{op}: input {index} is constant; random numbers are timed, nothing else")
 
 
-def own_inputs(peer: Peer, inputs: Sequence[Tensor], douts: Sequence[Tensor], backward: bool) -> Contender:
+def own_inputs(peer: Peer, shared: Data, rotation: Rotation, backward: bool) -> Contender:
     """A contender whose inputs and output gradients are copies, for the calls to overwrite."""
     with torch.no_grad():
-        mine = [value.detach() for value in peer.adapt(inputs)]
-        my_douts = [value.clone() for value in douts]
-    for value in mine:
+        mine = [
+            Data([value.detach() for value in peer.adapt(shared.inputs)], [value.clone() for value in shared.douts])
+            for _ in range(rotation.copies)
+        ]
+    for value in (value for data in mine for value in data.inputs):
         value.requires_grad_(backward)
 
     def prepare() -> None:
         with torch.no_grad():
-            for value, source in zip([*mine, *my_douts], [*peer.adapt(inputs), *douts], strict=True):
-                value.copy_(source)
+            for data in mine:
+                data.take(Data(list(peer.adapt(shared.inputs)), shared.douts))
 
-    call = functools.partial(results_of, peer.op, mine, my_douts, backward)
-    return Contender(call, prepare, peer.unite, in_place=True)
+    calls = [functools.partial(results_of, peer.op, data.inputs, data.douts, backward) for data in mine]
+    return Contender(rotation.over(calls), prepare, peer.unite, in_place=True)
 
 
-def adamw_job(p: Params, seed: int) -> Job:
-    """Step 10 of AdamW on `tensors` tensors; each provider steps a state of its own, from the same numbers."""
+State = list[list[Tensor]]  # parameters, gradients, both moments
+
+
+def adamw_job(p: Params, seed: int, l2_bytes: int = 0) -> Job:
+    """Step 10 of AdamW on `tensors` tensors; each provider steps a state of its own, from the same numbers, or copies
+    of it that exceed a cache of l2_bytes."""
     make = Maker(p, seed)
     count, shape = p["tensors"], (p["elements"],)
-    source = [[make.normal(*shape) for _ in range(count)] for _ in range(4)]  # parameters, gradients, both moments
+    source: State = [[make.normal(*shape) for _ in range(count)] for _ in range(4)]
+    nbytes = float(sum(value.nbytes for tensors in source for value in tensors))
+    rotation = Rotation(copies_for(nbytes, l2_bytes))
     how: dict[str, Any] = dict(lr=1e-3, eps=1e-8, weight_decay=0.1)
     how_ours = {**how, "step": 10, "beta1": 0.9, "beta2": 0.95}
 
@@ -145,23 +219,24 @@ def adamw_job(p: Params, seed: int) -> Job:
         results = [kernels.adamw_ref(*state, **how_ours)[:3] for state in zip(*wide, strict=True)]
         return [value for three in zip(*results, strict=True) for value in three]
 
-    def contender(build: Callable[[list[list[Tensor]]], tuple[Step, Step]]) -> Contender:
-        mine = [[value.clone() for value in tensors] for tensors in source]
-        run, reset = build(mine)
-        results = [value for index in (0, 2, 3) for value in mine[index]]
+    def contender(build: Callable[[State], tuple[Step, Step]]) -> Contender:
+        states = [[[value.clone() for value in tensors] for tensors in source] for _ in range(rotation.copies)]
+        steps = [build(mine) for mine in states]
 
         def prepare() -> None:
-            for mine_too, tensors in zip(mine, source, strict=True):
-                torch._foreach_copy_(mine_too, tensors)
-            reset()
+            for mine, (_, reset) in zip(states, steps, strict=True):
+                for mine_too, tensors in zip(mine, source, strict=True):
+                    torch._foreach_copy_(mine_too, tensors)
+                reset()
 
-        def call() -> Results:
+        def stepped(mine: State, run: Step) -> Results:
             run()
-            return results
+            return [value for index in (0, 2, 3) for value in mine[index]]
 
-        return Contender(call, prepare, in_place=True)
+        calls = [functools.partial(stepped, mine, run) for mine, (run, _) in zip(states, steps, strict=True)]
+        return Contender(rotation.over(calls), prepare, in_place=True)
 
-    def by_torch(mine: list[list[Tensor]], **kind: bool) -> tuple[Step, Step]:
+    def by_torch(mine: State, **kind: bool) -> tuple[Step, Step]:
         optimizer = torch.optim.AdamW(mine[0], betas=(0.9, 0.95), **how, **kind)
         for param, grad, exp_avg, exp_avg_sq in zip(*mine, strict=True):
             param.grad = grad
@@ -174,9 +249,10 @@ def adamw_job(p: Params, seed: int) -> Job:
 
         return optimizer.step, reset
 
-    builds: dict[str, Callable[[list[list[Tensor]]], tuple[Step, Step]]] = {
+    builds: dict[str, Callable[[State], tuple[Step, Step]]] = {
         "plait": lambda mine: (functools.partial(kernels.adamw_, *mine, **how_ours), lambda: None),
         "torch foreach": lambda mine: by_torch(mine, foreach=True),
         "torch fused": lambda mine: by_torch(mine, fused=True),
     }
-    return Job(redraw, oracle, {name: contender(build) for name, build in builds.items()}, {})
+    contenders = {name: contender(build) for name, build in builds.items()}
+    return Job(redraw, oracle, contenders, {}, nbytes, rotation)

@@ -67,7 +67,12 @@ def markdown(results: list[CaseResult]) -> str:
     """Returns the results as one Markdown table, columns padded so that a terminal shows it well too."""
     header = ["case", "provider", "ms, median (95 %)", "rate", "peer / ours", "figures"]
     rows = [row for result in results for row in rows_of(result)]
-    return "\n".join([table(header, rows), *(f"\n{r.case.name}: {r.note}" for r in results if r.note)])
+    notes: dict[str, list[str]] = {}
+    for result in results:
+        if result.note:
+            notes.setdefault(result.note, []).append(result.case.name)
+    said = (f"\n{names[0] if len(names) == 1 else f'{len(names)} cases'}: {note}" for note, names in notes.items())
+    return "\n".join([table(header, rows), *said])
 
 
 def table(header: Row, rows: list[Row]) -> str:

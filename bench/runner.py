@@ -69,6 +69,7 @@ def run_processes(suite: Suite, options: Options, only: str) -> tuple[list[CaseR
             command = [sys.executable, "-P", "-m", "plait", "bench", "run", suite.name, "--json", folder]
             command += ["--rounds", str(options.rounds), "--seed", str(options.seed + index), f"--only={only}"]
             command += [f"--budget={options.budget_s / options.processes}", f"--tutorials={options.tutorials}"]
+            command += [f"--cache={options.cache}"] if options.cache else []
             command += [f"--providers={','.join(options.providers)}"] if options.providers else []
             code = run_child([*command, *(["--full"] if options.full else [])])
             if code == 2:

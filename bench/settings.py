@@ -5,6 +5,7 @@
     budget = 120                    # seconds a suite
     floor = 0.5                     # microseconds: a change below is none
     providers = ["torch", "liger"]  # beside ours, in the suites that have them
+    cache = "cold-rotate"           # the L2 policy, in the suites that have a choice
 
 The nearest pyproject.toml at or above the working directory counts; the command line goes before it.
 """
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from plait.bench.timer import POLICIES
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -27,6 +30,7 @@ class Settings:
     budget: float | None = None
     floor: float | None = None
     providers: tuple[str, ...] | None = None
+    cache: str | None = None
 
 
 KEYS = tuple(Settings.__dataclass_fields__)
@@ -59,6 +63,7 @@ def load(path: Path | None, suites: Iterable[str], providers: Iterable[str]) -> 
         number(where, table, "budget"),
         number(where, table, "floor"),
         names(where, table, "providers", set(providers)),
+        one_of(where, table, "cache", POLICIES),
     )
 
 
@@ -72,6 +77,13 @@ def names(where: str, table: dict[str, Any], key: str, valid: set[str]) -> tuple
     if unknown := [one for one in value if one not in valid]:
         raise ValueError(f"{where}: {key}: {unknown[0]!r} is unknown; valid: {', '.join(sorted(valid))}")
     return tuple(value)
+
+
+def one_of(where: str, table: dict[str, Any], key: str, valid: tuple[str, ...]) -> str | None:
+    """One of these words."""
+    if key in table and table[key] not in valid:
+        raise ValueError(f"{where}: {key} is {table[key]!r}; valid: {', '.join(valid)}")
+    return table.get(key)
 
 
 def number(where: str, table: dict[str, Any], key: str) -> float | None:

@@ -35,7 +35,8 @@ class Options:
     """How long to measure: rounds counted after warmup rounds, in each of so many fresh processes; seed orders the
     providers of each round. budget_s: seconds for all cases together, or one case's share of them; 0 for no limit; a
     suite that knows it takes fewer rounds. tutorials: the folder of triton's, for the suite `static`. providers:
-    beside ours, () for all; a name of nobody (providers.OURS): ours alone."""
+    beside ours, () for all; providers.OURS: ours alone. cache: the L2 policy, one of timer.POLICIES, "" for the
+    suite's own; the suite `kernels` has a choice."""
 
     rounds: int = 20
     warmup: int = 3
@@ -45,6 +46,7 @@ class Options:
     budget_s: float = 0.0
     tutorials: str = ""
     providers: tuple[str, ...] = ()
+    cache: str = ""
 
 
 @dataclass
@@ -78,8 +80,8 @@ class Measured:
 class CaseResult:
     """One case with all its providers; `ours` names the provider that ratios are taken against.
 
-    `error` says why the case has no numbers; it then has no providers. `cache` is the L2 policy: "hot" where data of
-    the last call may still sit there, "" where nothing is promised.
+    `error` says why the case has no numbers; it then has no providers. `cache` is the L2 policy, one of
+    timer.POLICIES ("hot": data of the last call may still sit there), "" where nothing is promised.
     """
 
     case: Case
@@ -100,7 +102,7 @@ class Suite:
 
     cases(full) returns the small default list or the whole one; measure(case, options) returns its result and raises
     on a wrong one: no number without a passed check. text(results) is the suite's own table, where it has one;
-    budget_s its limit where the command line gives none.
+    budget_s its limit where the command line gives none; caches: whether it has a choice of L2 policies.
     """
 
     name: str
@@ -109,3 +111,4 @@ class Suite:
     measure: Callable[[Case, Options], CaseResult]
     text: Callable[[list[CaseResult]], str] | None = None
     budget_s: float = 0.0
+    caches: bool = False

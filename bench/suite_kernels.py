@@ -1,9 +1,9 @@
 """The ops of plait.kernels beside their peers: torch eager and compiled, its attention backends, Liger, flash-attn.
 
-Host wall clock, with the device synchronised around a block of calls long enough to be timed: launch cost counts, and
-inputs stay in whatever cache holds them ("hot"). Every provider is first compared with the oracle on inputs drawn
-anew after a first call, whose results were overwritten with NaN: what is cached, skipped or left unwritten is found.
-One timed call, drawn at random, is compared again.
+On a card the device's own time, between marks behind a spin or of a graph (windows.py), with cold data unless asked
+otherwise; without one the host's wall clock around a block of calls, whose inputs stay in the cache ("hot"). Every
+provider is first compared with the oracle on inputs drawn anew after a first call, whose results were overwritten
+with NaN: what is cached, skipped or left unwritten is found. One timed call, drawn at random, is compared again.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ import dataclasses
 import random
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from plait.bench.device import gpu_sensor
+from plait.bench.kernel_blocks import timing_of
 from plait.bench.kernel_jobs import Contender, Job, Results, adamw_job, problem_job
 from plait.bench.kernel_shapes import cases as shaped
 from plait.bench.providers import NOT_ASKED, left_out
+from plait.bench.queues import HostQueue, queue_of
 from plait.bench.spec import Case, CaseResult, Measured, Options, Suite, WrongResultError
-from plait.bench.timer import record, sampled, unknown, warm_up
+from plait.bench.timer import record, sampled, warm_up
 
 # Largest error, as a share of the largest entry of the oracle's result. fp32: sums of up to 4096 products in another
 # order; bf16: 8 bits of mantissa, rounded a few times on the way.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
-BLOCK_S = 2e-3  # a sample is at least this long, so that reading the clock and waiting for the device are small in it
-MAX_BLOCK = 1000
+POLICY = {"cuda": "cold-rotate", "cpu": "hot"}  # of the cache, where nobody asks for another
 MIN_ROUNDS = 5  # below them an interval of the median says nothing
 BUDGET_S = 540.0  # of a full run: all of it within ten minutes
 
@@ -48,39 +49,63 @@ def rounds_within(budget_s: float, spent_s: float, calls_s: float, options: Opti
 def measure(case: Case, options: Options) -> CaseResult:
     """Checks every provider, times those that can run here, checks one timed call of each again."""
     p, begun = case.params, time.monotonic()
-    job = adamw_job(p, options.seed) if p["op"] == "adamw_" else problem_job(p, options.seed, options.full)
-    for name in [name for name in job.contenders if left_out(name, options.providers)]:
-        job.skipped[name] = NOT_ASKED
-        del job.contenders[name]
-    sync = torch.cuda.synchronize if p["device"] == "cuda" else lambda: None
-    first_call_s = rehearse(job, sync)
+    queue, policy = queue_of(p["device"]), options.cache or POLICY[p["device"]]
+    job = job_of(p, options, queue.l2_bytes if policy == "cold-rotate" else 0)
+    first_call_s = rehearse(job, queue.sync)
     job.redraw()
     wanted = job.oracle()
     tolerance, order = TOLERANCE[p["dtype"]], random.Random(options.seed)
-    blocks: dict[str, Block] = {}
     providers = {name: Measured(skipped=reason) for name, reason in job.skipped.items()}
     text = f"within {tolerance:g} of the {p.get('oracle', 'float64')} oracle, before and in a random timed call"
     for name, contender in job.contenders.items():
         contender.prepare()
         error = check(name, contender, contender.call(), wanted, tolerance)
         providers[name] = Measured(check=text, figures={"error": error, "first call s": first_call_s[name]})
-        blocks[name] = Block(contender, sync)
+        job.rotation.held.clear()
+        if (peak := queue.peak_bytes(contender.call)) is not None:
+            providers[name].figures["peak bytes"] = peak
+    timing = timing_of(queue, job, policy)
+    blocks = timing.blocks
     turn_s = sum(block.turn_s for block in blocks.values())
     options = rounds_within(options.budget_s, time.monotonic() - begun, turn_s, options)
-    for block in blocks.values():
-        block.kept_turn = options.warmup + order.randrange(options.rounds)
-    sensor = gpu_sensor() if p["device"] == "cuda" else unknown
-    for name, block in blocks.items() if p["device"] == "cuda" else ():
-        warmth = warm_up(block.contender.call, sync=sync, sensor=sensor)
-        providers[name].figures |= {"warm-up s": warmth.seconds, "steady": float(warmth.steady)}
-    samples = sampled({name: block.run for name, block in blocks.items()}, options, sync=sync, sensor=sensor)
     for name, block in blocks.items():
-        check(name, block.contender, block.kept_results(), wanted, tolerance)
+        block.kept_turn = options.warmup + order.randrange(options.rounds)
+        if not isinstance(queue, HostQueue):
+            warmth = warm_up(block.contender.call, sync=queue.sync, clock=queue.clock, sensor=queue.sensor)
+            providers[name].figures |= {"warm-up s": warmth.seconds, "steady": float(warmth.steady)}
+    samples = sampled(
+        {name: block.run for name, block in blocks.items()},
+        options,
+        sync=queue.sync,
+        clock=queue.clock,
+        fresh=lambda name: blocks[name].before(),
+        flush=timing.flush,
+        sensor=queue.sensor,
+        window=timing.events,
+    )
+    for name, block in blocks.items():
         record(providers[name], samples[name], block.size)
-        providers[name].figures["calls/sample"] = block.size
-    note = f"host_wall, {p['device']}, {torch.get_num_threads()} CPU threads, cache hot"
+        timing.tell(name, providers[name])
+        check(name, block.contender, block.kept_results(), wanted, tolerance)
+        if (joules := timing.energy(name)) is not None:
+            providers[name].figures["energy J"] = joules
+    threads = f"{torch.get_num_threads()} CPU threads, " if p["device"] == "cpu" else ""
+    note = f"{timing.method}, {p['device']}, {threads}cache {timing.policy}"
     ordered = dict(sorted(providers.items(), key=lambda item: item[0] != "plait"))
-    return CaseResult(case, "plait", ordered, note, cache="hot")
+    return CaseResult(case, "plait", ordered, note, cache=policy)
+
+
+def job_of(p: dict[str, Any], options: Options, l2_bytes: int) -> Job:
+    """The case's job without those whom nobody asked for."""
+    job = (
+        adamw_job(p, options.seed, l2_bytes)
+        if p["op"] == "adamw_"
+        else problem_job(p, options.seed, options.full, l2_bytes)
+    )
+    for name in [name for name in job.contenders if left_out(name, options.providers)]:
+        job.skipped[name] = NOT_ASKED
+        del job.contenders[name]
+    return job
 
 
 def rehearse(job: Job, sync: Callable[[], object]) -> dict[str, float]:
@@ -132,38 +157,5 @@ def error_of(got: Tensor, want: Tensor) -> float:
     return ((got.detach().to(want.dtype) - want).abs().max() / scale).item()
 
 
-class Block:
-    """A timed thing: as many calls as take BLOCK_S. Keeps the results of the last call of turn `kept_turn`."""
-
-    def __init__(self, contender: Contender, sync: Callable[[], object]) -> None:
-        self.contender, self.kept_turn, self.turn = contender, 0, 0
-        self.kept: Results | None = None
-        times = []
-        for _ in range(3):
-            sync()
-            start = time.perf_counter()
-            contender.call()
-            sync()
-            times.append(time.perf_counter() - start)
-        self.size = max(1, min(MAX_BLOCK, round(BLOCK_S / min(times))))
-        self.turn_s = self.size * min(times)
-
-    def run(self) -> None:
-        for _ in range(self.size):
-            results = self.contender.call()
-        if self.turn == self.kept_turn and not self.contender.in_place:
-            self.kept = results
-        self.turn += 1
-
-    def kept_results(self) -> Results:
-        """What that call gave; of a provider that works in place, a new call on inputs put back."""
-        if not self.contender.in_place:
-            assert self.kept is not None
-            return self.kept
-        self.contender.prepare()
-        return self.contender.call()
-
-
-SUITE = Suite(
-    "kernels", "ops with their oracle-checked results, ours and their peers", cases, measure, budget_s=BUDGET_S
-)
+ABOUT = "ops with their oracle-checked results, ours and their peers"
+SUITE = Suite("kernels", ABOUT, cases, measure, budget_s=BUDGET_S, caches=True)

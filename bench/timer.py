@@ -1,6 +1,7 @@
 """Times callables side by side: a round calls every provider once, in an order drawn anew for each round.
 
-Host wall clock with a synchronising call around the timed one: right for CPU work and for whole training steps.
+Host wall clock with a synchronising call around the timed one: right for CPU work and for whole training steps; or
+a window of the caller's own, such as a device's (windows.py).
 Samples are never dropped: one that was taken while the device throttled is marked. The order comes from the seed, so
 that all ranks of a distributed case walk the same one. What lies in L2 is decided here and nowhere else: inputs are
 made, then the cache is flushed, then the clock starts; a policy that cannot be kept is refused.
@@ -52,18 +53,26 @@ def sampled(
     fresh: Callable[[str], object] = lambda name: None,
     flush: Callable[[], object] = lambda: None,
     sensor: Callable[[], Condition] = unknown,
+    window: Callable[[str, Callable[[], object]], float] | None = None,
 ) -> dict[str, list[Sample]]:
     """Returns every counted call, per provider, one per round.
 
     Before each call fresh(name) makes its inputs, then flush() empties the cache; neither is timed. sync is called
     before the clock starts and before it stops (a device synchronisation, or a barrier over ranks); sensor reads the
-    device after it. progress(done, total) is called after each round. Raises ValueError for no provider or less than
-    one round.
+    device after it. window(name, call) runs the call and returns its seconds, where the clock does not.
+    progress(done, total) is called after each round. Raises ValueError for no provider or less than one round.
     """
     if not providers:
         raise ValueError("providers: empty; nothing to time")
     if options.rounds < 1 or options.warmup < 0:
         raise ValueError(f"options: rounds={options.rounds}, warmup={options.warmup}; need rounds >= 1, warmup >= 0")
+
+    def by_clock(name: str, call: Callable[[], object]) -> float:
+        start = clock()
+        call()
+        sync()
+        return clock() - start
+
     order = random.Random(options.seed)
     names = list(providers)
     samples: dict[str, list[Sample]] = {name: [] for name in names}
@@ -74,10 +83,7 @@ def sampled(
             fresh(name)
             flush()
             sync()
-            start = clock()
-            providers[name]()
-            sync()
-            elapsed = clock() - start
+            elapsed = (window or by_clock)(name, providers[name])
             if round_index >= options.warmup:
                 samples[name].append(Sample(elapsed, sensor()))
         progress(round_index + 1, total)
