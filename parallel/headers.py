@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plait.parallel.local_links import LocalLinks
 from plait.parallel.mesh import Axis
 
 MAX_TENSORS = 8  # per message; part of the tag
@@ -109,6 +110,7 @@ class Headers:
         self.ends = {channel: End() for channel in channels}
         self._store = dist.distributed_c10d._get_default_store()
         ranks = "-".join(map(str, axis.ranks))
+        self.local = LocalLinks(axis.coord, timeout_s) if tags else None  # their places travel with the headers
         self._prefix = f"plait/p2p/{ranks}/{self._store.add(f'plait/p2p/{ranks}/{axis.coord}', 1)}"
 
     def announce(self, channel: Channel, microbatch: int, specs: Specs) -> None:
@@ -180,12 +182,14 @@ class Headers:
             if len(specs) > MAX_TENSORS:
                 raise ValueError(f"{channel}: {len(specs)} entries; a message has {MAX_TENSORS} at most")
         entries = [[[str(s.dtype)[6:], list(s.shape), s.needs_grad, s.plain] for s in specs] for specs in each]
-        header = {"microbatch": end.first, "listed": end.listed, "entries": entries}
+        place = self.local and self.local.place
+        header = {"microbatch": end.first, "listed": end.listed, "entries": entries, "place": place}
         self._store.set(self._key(channel, end, self.axis.coord), json.dumps(header))
 
     def _read(self, channel: Channel, end: End) -> dict[str, Any]:
         """Waits for the other end's header. That of a listed step is one of many: who reads it clears it away."""
-        key = self._key(channel, end, channel.source + channel.target - self.axis.coord)
+        peer = channel.source + channel.target - self.axis.coord
+        key = self._key(channel, end, peer)
         try:
             self._store.wait([key], self.timeout)
             header: dict[str, Any] = json.loads(self._store.get(key))
@@ -194,6 +198,8 @@ class Headers:
         except RuntimeError as error:  # DistStoreError is one
             where = self.where(channel, end.first)
             raise ChannelTimeout(f"{where}: no header from the peer within {self.timeout_s} s: {error}") from error
+        if self.local is not None:
+            self.local.learn(peer, header["place"])
         return header
 
     def verify(self, channel: Channel) -> None:

@@ -212,10 +212,15 @@ class P2P(Headers):
     # ---- both -----------------------------------------------------------------------------------------------------
 
     def start(self, channel: Channel, microbatch: int, tensors: Sequence[Tensor], *, sending: bool) -> list[Any]:
-        """Starts the tensors of a message; returns torch's Works, none for an empty tensor."""
-        if self.tags:
+        """Starts the tensors of a message; returns works to wait for, none for an empty tensor."""
+        if self.local is not None:
             group, peer = self._group, channel.target if sending else channel.source
             tag, step = self.ends[channel].tag + microbatch * MAX_TENSORS, 1
+            if self.local.carries(peer, sum([tensor.nbytes for tensor in tensors])):
+                try:
+                    return (self.local.send if sending else self.local.receive)(peer, tag, tensors)
+                except RuntimeError as error:
+                    raise ChannelError(f"{self.where(channel, microbatch)}: {error}") from error
         else:
             link = (channel.source, channel.target)
             group, peer, tag, step = self._links[link], _place(link, sending), 0, 0

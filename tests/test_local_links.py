@@ -1,0 +1,148 @@
+"""Streams of one machine, both ends in this process: order, sizes, a kernel that is full, a peer that left."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from plait.parallel import local_links
+from plait.parallel.local_links import LocalLinks
+
+TIMEOUT = timedelta(seconds=5)
+
+
+def pair(timeout_s: float = 5.0) -> tuple[LocalLinks, LocalLinks]:
+    """Coords 0 and 1, which have met."""
+    zero, one = LocalLinks(0, timeout_s), LocalLinks(1, timeout_s)
+    zero.learn(1, one.place), one.learn(0, zero.place)
+    return zero, one
+
+
+def wait(works: list[Any]) -> None:
+    for work in works:
+        work.wait(TIMEOUT)
+
+
+def received(links: LocalLinks, coord: int, tag: int, like: Tensor) -> Tensor:
+    result = torch.empty_like(like)
+    wait(links.receive(coord, tag, [result]))
+    return result
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2)])
+def test_frames_are_taken_by_tag_in_any_order(order):
+    zero, one = pair()
+    sent = [torch.full((size,), float(size)) for size in (1, 5, 20_000, 3)]  # the third is larger than the room
+    for tag, tensor in enumerate(sent):
+        assert zero.send(1, tag, [tensor]) == []
+        tensor += 1  # the caller's again
+    for tag in order:
+        assert torch.equal(received(one, 0, tag, sent[tag]), sent[tag] - 1)
+
+
+def test_a_tag_serves_again_and_both_ways():
+    zero, one = pair()
+    for value in range(3):
+        zero.send(1, 7, [torch.tensor([value])])
+        zero.send(1, 7, [torch.tensor([value + 10])])
+        one.send(0, 7, [torch.tensor([-value])])
+        assert received(one, 0, 7, torch.tensor([0])).item() == value
+        assert received(one, 0, 7, torch.tensor([0])).item() == value + 10
+        assert received(zero, 1, 7, torch.tensor([0])).item() == -value
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_tensors_of_a_message_keep_their_bits(early):
+    zero, one = pair()
+    sent = [
+        torch.tensor(1.5, dtype=torch.bfloat16), torch.empty(0, 3), torch.tensor([True, False, True]),
+        torch.tensor([float("nan"), 2.0], dtype=torch.float64), torch.arange(30_000).reshape(3, -1),
+    ]  # fmt: skip
+    zero.send(1, 1, sent)
+    zero.send(1, 2, [torch.tensor([9])])
+    got = [torch.empty_like(tensor) for tensor in sent]
+    if early:
+        assert received(one, 0, 2, torch.tensor([0])).item() == 9
+    wait(one.receive(0, 1, got))
+    for mine, theirs in zip(sent, got, strict=True):
+        assert mine.view(torch.uint8).equal(theirs.view(torch.uint8)) if mine.dim() else mine.item() == theirs.item()
+
+
+def test_what_a_full_kernel_does_not_take_is_sent_while_waiting():
+    """Both ends send more than the kernel holds before either receives: neither blocks, nothing is lost or mixed."""
+    ends = pair()
+    count, size = 12, ends[0].limit_bytes // 8
+    works: list[list[Any]] = [[], []]
+    for tag in range(count):
+        for coord, links in enumerate(ends):
+            works[coord] += links.send(1 - coord, tag, [torch.full((size,), tag + 100 * coord)])
+    assert all(works) and all(links.keeps for links in ends)
+    for tag in range(count):  # both ends are this thread: it may wait only for what can come
+        for coord, links in enumerate(ends):
+            other = ends[1 - coord]
+            for outward in other._outward.values():
+                outward.write_on()
+            got = received(links, 1 - coord, tag, torch.empty(size, dtype=torch.int64))
+            assert got.eq(tag + 100 * (1 - coord)).all()
+    for coord in range(2):
+        wait(works[coord])
+        assert not ends[coord].keeps
+
+
+def test_another_size_is_an_error_not_other_data():
+    zero, one = pair()
+    for tag, early in ((0, False), (1, True)):
+        zero.send(1, tag, [torch.ones(3)])
+        zero.send(1, 5, [torch.ones(1)])
+        if early:
+            received(one, 0, 5, torch.ones(1))
+        with pytest.raises(RuntimeError, match="the message has 12 bytes, not 16"):
+            received(one, 0, tag, torch.ones(4))
+
+
+def test_who_waits_for_a_peer_that_says_nothing_is_told_in_time():
+    zero, one = pair(timeout_s=0.1)
+    with pytest.raises(RuntimeError, match="timed out: not connected within 0.1 s"):
+        received(one, 0, 0, torch.ones(1))
+    zero.send(1, 1, [torch.ones(1)])
+    with pytest.raises(RuntimeError, match="timed out after 0.1 s"):
+        received(one, 0, 0, torch.ones(1))
+    assert received(one, 0, 1, torch.ones(1)).item() == 1  # what came meanwhile is kept
+    while not zero.keeps:
+        works = zero.send(1, 2, [torch.ones(1 << 15)])
+    with pytest.raises(RuntimeError, match="timed out after 0.1 s"):
+        wait(works)
+
+
+def test_a_peer_that_left_is_told_at_once_but_what_it_sent_arrives():
+    zero, one = pair()
+    zero.send(1, 0, [torch.ones(1)])
+    del zero
+    assert received(one, 0, 0, torch.ones(1)).item() == 1
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        received(one, 0, 1, torch.ones(1))
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        one.send(0, 0, [torch.ones(1)])
+
+
+def test_a_sender_learns_that_its_peer_left():
+    zero, one = pair()
+    zero.send(1, 0, [torch.ones(1)])
+    received(one, 0, 0, torch.ones(1))
+    del one
+    with pytest.raises(RuntimeError, match="Connection closed by coord 1"):
+        zero.send(1, 1, [torch.ones(1)])
+
+
+def test_ranks_of_other_machines_and_messages_too_large_go_another_way(monkeypatch):
+    zero, one = pair()
+    assert zero.carries(1, 1) and zero.carries(1, zero.limit_bytes)
+    assert not zero.carries(1, zero.limit_bytes + 1) and not zero.carries(1, 0) and not zero.carries(2, 1)
+    monkeypatch.setattr(local_links, "machine", lambda: "elsewhere")
+    far = LocalLinks(2, 1.0)
+    zero.learn(2, far.place), zero.learn(3, None)
+    assert not zero.carries(2, 1) and not zero.carries(3, 1)
