@@ -11,8 +11,8 @@ from plait.bench.result_file import read
 from plait.bench.spec import CaseResult
 
 NOTES = {
-    "sleep": "plan: simulated makespan of the sleeps, messages free; host: CPU time of the rank's thread, sleeping "
-    "left out, per action; CPU: of all its threads; bubble counts all time asleep as busy",
+    "sleep": "plan: simulated makespan of the sleeps, messages free; host: CPU time of the rank's thread outside "
+    "of the stages' own F, I and W, per action; CPU: of all its threads; bubble counts all time asleep as busy",
     "idle": "stages that do nothing: a step is host time alone, with all ranks on this machine's cores",
     "model": "plan: simulated with the median times of each stage's actions in our own last step, on as few cores as "
     "this machine has; host and CPU time hold the model's own computing",
