@@ -42,12 +42,11 @@ SLEEPS = [("sleep", 4, 8, 40.0, 16, 4), ("sleep", 8, 16, 40.0, 16, 3)]
 IDLES = [("idle", 4, 8, 0.0, 16, 20)]
 MODELS = [("model", 4, 8, 0.0, 0, 6)]
 BIG = ("sleep", 4, 8, 40.0, 1 << 18, 3)  # messages of 2 MiB
-DEFAULT = [("sleep", 4, 8, 10.0, 16, 12, name) for name in ("gpipe", "1f1b", "interleaved")]
+DEFAULT = [(*SLEEPS[0], name) for name in ("gpipe", "1f1b", "interleaved")]
 
 
 def cases(full: bool) -> list[Case]:
-    """Four ranks, eight micro-batches, F 10 ms and B 20 ms per rank; `full`: every schedule, four and eight ranks,
-    with sleeps of 40 and 80 ms."""
+    """Four ranks, eight micro-batches, F 40 ms and B 80 ms per rank; `full`: every schedule, four and eight ranks."""
     if not full:
         return [case_of(*row) for row in DEFAULT]
     rows = [(*row, name) for row in (*SLEEPS, *IDLES, *MODELS) for name in NAMES]
