@@ -3,10 +3,13 @@
 import contextlib
 import sys
 import weakref
+from unittest import mock
 
 import pytest
 import torch
 import triton
+from torch._subclasses import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from plait.bench import suite_launch
 from plait.bench.cli import load
@@ -37,25 +40,25 @@ def counted_calls(call):
 # None: without a gradient. A bare launch and an empty op enter 23 and, each twice in a backward, 73. Not held here:
 # the losses' own passes in torch, and what l2_norm and adamw_ do for each tensor of a list.
 MOST_CALLS = {
-    "linear gelu": (34, 163),
-    "linear dropout": (39, 167),
-    "linear residual": (34, 133),
-    "linear_swiglu": (33, 155),
-    "linear_dgrad slope, no gradient": (36, None),
-    "linear_wgrad main, no gradient": (37, None),
-    "attention": (33, 143),
-    "rms_norm": (29, 94),
-    "rms_norm residual": (29, 97),
-    "layer_norm": (29, 97),
-    "rope": (31, 97),
-    "swiglu": (30, 89),
-    "geglu": (30, 90),
-    "dropout": (32, 97),
-    "cross_entropy": (51, 100),
-    "linear_cross_entropy": (90, 210),
-    "embedding": (33, 109),
-    "l2_norm, no gradient": (116, None),
-    "adamw_, no gradient": (109, None),
+    "linear gelu": (29, 159),
+    "linear dropout": (34, 161),
+    "linear residual": (29, 126),
+    "linear_swiglu": (28, 146),
+    "linear_dgrad slope, no gradient": (34, None),
+    "linear_wgrad main, no gradient": (35, None),
+    "attention": (28, 129),
+    "rms_norm": (24, 92),
+    "rms_norm residual": (24, 95),
+    "layer_norm": (24, 95),
+    "rope": (26, 93),
+    "swiglu": (25, 88),
+    "geglu": (25, 89),
+    "dropout": (27, 93),
+    "cross_entropy": (48, 95),
+    "linear_cross_entropy": (77, 178),
+    "embedding": (28, 102),
+    "l2_norm, no gradient": (110, None),
+    "adamw_, no gradient": (110, None),
 }
 
 
@@ -242,6 +245,95 @@ def test_traced_calls_stay_one_op_where_no_gradient_is_asked_for():
 
     traced = make_fx(lambda x: rms_norm(x, None))(torch.ones(2, 8))
     assert "plait.rms_norm" in traced.code.replace("torch.ops.", "")
+
+
+@pytest.fixture
+def called():
+    """(a call of an op as `register` gives it, ways taken so far): by its dispatcher, gradient or kernel."""
+    ways = []
+
+    def way(name):
+        return lambda *arguments, **keywords: ways.append(name)
+
+    return launch._direct(way("op"), way("kernel"), way("gradient"), 2), ways
+
+
+def test_a_plain_call_goes_to_the_kernel_and_one_with_a_gradient_to_its_function(called):
+    call, ways = called
+    x, leaf = torch.ones(2), torch.ones(2, requires_grad=True)
+    call(x, None, 0.5), call(x, leaf, 0.5), call(torch.nn.Parameter(x), x)
+    with torch.no_grad():
+        call(leaf, leaf)
+    assert ways == ["kernel", "gradient", "gradient", "kernel"]
+    call = launch._direct(lambda *_: ways.append("op"), None, None, 1)  # its op says what a missing gradient means
+    call(leaf)
+    assert ways[4:] == ["op"]
+
+
+class _Marked(torch.Tensor):
+    """A subclass, which may dispatch by itself."""
+
+
+def _profiled():
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+
+
+@pytest.mark.parametrize(
+    "watching",
+    [
+        lambda: torch.autocast("cpu"),
+        _profiled,
+        lambda: FlopCounterMode(display=False),
+        lambda: torch.device("cpu"),
+        lambda: FakeTensorMode(allow_non_fake_inputs=True),
+        torch.autograd.forward_ad.dual_level,
+        lambda: mock.patch.object(torch.compiler, "is_compiling", lambda: True),
+    ],
+)
+def test_a_call_that_somebody_watches_goes_by_the_dispatcher(called, watching):
+    call, ways = called
+    x = torch.ones(2)
+    with watching():
+        call(x, x)
+    call(x, x)
+    assert ways == ["op", "kernel"]
+
+
+def test_a_call_of_what_may_dispatch_by_itself_goes_by_the_dispatcher(called):
+    call, ways = called
+    x = torch.ones(2)
+    torch.func.vmap(lambda x: call(x, x) or x)(torch.ones(2, 2))
+    call(x.as_subclass(_Marked), x), call(x, [x]), call(x.to("meta"), None), call(x, other=x)
+    assert ways == ["op"] * 5
+
+
+def test_the_profiler_and_dispatch_modes_see_the_op():
+    from plait.kernels import swiglu
+
+    with _profiled() as profile:
+        swiglu(torch.ones(2, 8))
+    assert "plait::swiglu" in {event.name for event in profile.events()}
+
+
+def test_hooks_of_a_profiler_see_each_launch():
+    ran, seen = [], []
+
+    class Kernel(suite_launch._Unlaunched):
+        def _nothing(self, *arguments):
+            ran.append(arguments)
+
+    with suite_launch.stubbed():
+        run = launch._runner(Kernel(), (3,), 0)
+        run("x")
+        triton.knobs.runtime.launch_enter_hook.add(seen.append)
+        try:
+            run("x")
+        finally:
+            triton.knobs.runtime.launch_enter_hook.remove(seen.append)
+        run("x")
+    quick, slow, again = ran
+    assert quick == again and quick[:3] == slow[:3] == (3, 1, 1) and quick[-1] == slow[-1] == "x"
+    assert quick[6:9] == (None,) * 3 and slow[7] is triton.knobs.runtime.launch_enter_hook
 
 
 def test_dual_tensors_are_refused_and_not_passed_through_without_a_tangent():
