@@ -29,7 +29,7 @@ from triton.compiler import CompiledKernel
 from plait import kernels
 from plait.bench.spec import Case, CaseResult, Measured, Options, Suite, WrongResultError
 from plait.bench.timer import interleave
-from plait.kernels import launch, matmul_launch
+from plait.kernels import launch, matmul_launch, registration
 
 CALLS = 20  # in a block
 TOLERANCE = 4e-2  # bf16 on the card beside bf16 on the CPU, as a share of the largest entry
@@ -44,7 +44,7 @@ def _bare_kernel(x_ptr):
 class _Empty(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        with launch.below_autograd():
+        with registration.below_autograd():
             out: Tensor = _empty_op()(x)
         ctx.save_for_backward(x)
         return out
@@ -57,7 +57,7 @@ class _Empty(torch.autograd.Function):
 
 @functools.cache
 def _empty_op() -> Any:
-    launch.register("bench_empty(Tensor x) -> Tensor", torch.empty_like, torch.empty_like, _Empty.apply)
+    registration.register("bench_empty(Tensor x) -> Tensor", torch.empty_like, torch.empty_like, _Empty.apply)
     return torch.ops.plait.bench_empty.default  # by torch's dispatcher, which the ops of plait.kernels may skip
 
 

@@ -11,17 +11,16 @@ import triton.language as tl
 
 from plait.kernels.launch import (
     Launch,
-    below_autograd,
     check_device,
     check_floating,
     compute_dtype,
     next_power_of_two,
-    register,
     triton_dtype,
     use_triton,
 )
 from plait.kernels.philox import keep_mask_ref, keep_threshold, philox_keep, philox_load_key
 from plait.kernels.plans import Built, Site, planned
+from plait.kernels.registration import below_autograd, register
 
 
 def dropout_ref(

@@ -8,15 +8,8 @@ CPU in the order of the tokens (torch's dense embedding gradient), on CUDA in wi
 import torch
 
 from plait.kernels.embed_triton import add_rows, lookup
-from plait.kernels.launch import (
-    below_autograd,
-    check,
-    check_device,
-    check_floating,
-    once_differentiable,
-    register,
-    use_triton,
-)
+from plait.kernels.launch import check, check_device, check_floating, use_triton
+from plait.kernels.registration import below_autograd, once_differentiable, register
 from plait.kernels.tables import shares_memory
 
 

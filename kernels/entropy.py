@@ -12,17 +12,10 @@ from collections.abc import Callable
 
 import torch
 
-from plait.kernels.launch import (
-    check,
-    check_device,
-    check_floating,
-    compute_dtype,
-    once_differentiable,
-    register,
-    use_triton,
-)
+from plait.kernels.launch import check, check_device, check_floating, compute_dtype, use_triton
 from plait.kernels.loss_triton import grad_launch, stats_launch
 from plait.kernels.plans import Built, Site, planned
+from plait.kernels.registration import once_differentiable, register
 
 AllReduce = Callable[[torch.Tensor, str], torch.Tensor]
 _REDUCTIONS = ("mean", "sum", "none")

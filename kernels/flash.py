@@ -18,16 +18,8 @@ from plait.kernels import attention_plain
 from plait.kernels.attention_plain import Options
 from plait.kernels.dropout_op import check_rng
 from plait.kernels.flash_launch import launch_backward, launch_forward
-from plait.kernels.launch import (
-    below_autograd,
-    check,
-    check_device,
-    check_floating,
-    compute_dtype,
-    once_differentiable,
-    register,
-    use_triton,
-)
+from plait.kernels.launch import check, check_device, check_floating, compute_dtype, use_triton
+from plait.kernels.registration import below_autograd, once_differentiable, register
 
 _MAX_HEAD_DIM = 256
 _OPTIONS = (

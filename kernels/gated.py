@@ -13,18 +13,16 @@ import triton.language as tl
 
 from plait.kernels.launch import (
     Launch,
-    below_autograd,
     check_floating,
     compute_dtype,
     next_power_of_two,
-    once_differentiable,
-    register,
     rows_of,
     triton_dtype,
     use_triton,
     widened,
 )
 from plait.kernels.plans import Built, Site, planned
+from plait.kernels.registration import below_autograd, once_differentiable, register
 
 
 def swiglu_ref(gate_up: torch.Tensor) -> torch.Tensor:

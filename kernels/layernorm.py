@@ -10,17 +10,10 @@ Kernels: norm_rows.py, and norm_tiles.py for narrow rows.
 
 import torch
 
-from plait.kernels.launch import (
-    below_autograd,
-    check_floating,
-    compute_dtype,
-    once_differentiable,
-    register,
-    use_triton,
-    widened,
-)
+from plait.kernels.launch import check_floating, compute_dtype, use_triton, widened
 from plait.kernels.norm_rows import build_forward, check_rows, like, run_backward, stats_like
 from plait.kernels.plans import planned
+from plait.kernels.registration import below_autograd, once_differentiable, register
 
 
 def layer_norm_ref(

@@ -29,16 +29,9 @@ from plait.kernels.entropy import (
     stats_like,
     token_loss,
 )
-from plait.kernels.launch import (
-    check,
-    check_device,
-    check_floating,
-    compute_dtype,
-    once_differentiable,
-    register,
-    watched,
-)
+from plait.kernels.launch import check, check_device, check_floating, compute_dtype
 from plait.kernels.loss_chunks import head_grad, head_grad_new, head_once, head_stats
+from plait.kernels.registration import once_differentiable, register, watched
 
 
 def linear_cross_entropy_ref(

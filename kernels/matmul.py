@@ -16,15 +16,7 @@ import torch
 from plait.kernels.activations import ACTIVATIONS
 from plait.kernels.dropout_op import check_rng
 from plait.kernels.gated import swiglu_grad_op
-from plait.kernels.launch import (
-    below_autograd,
-    check,
-    check_device,
-    check_floating,
-    once_differentiable,
-    register,
-    use_triton,
-)
+from plait.kernels.launch import check, check_device, check_floating, use_triton
 from plait.kernels.matmul_direct import (
     activation_backward,
     dgrad,
@@ -43,6 +35,7 @@ from plait.kernels.matmul_plain import linear_dgrad_ref as linear_dgrad_ref
 from plait.kernels.matmul_plain import linear_ref as linear_ref
 from plait.kernels.matmul_plain import linear_swiglu_ref as linear_swiglu_ref
 from plait.kernels.matmul_plain import linear_wgrad_ref as linear_wgrad_ref
+from plait.kernels.registration import below_autograd, once_differentiable, register
 
 
 class _Linear(torch.autograd.Function):

@@ -12,8 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from plait.kernels.launch import Launch, check, check_device, compute_dtype, register, triton_dtype
+from plait.kernels.launch import Launch, check, check_device, compute_dtype, triton_dtype
 from plait.kernels.plans import Built, Site, planned
+from plait.kernels.registration import register
 from plait.kernels.tables import (
     Run,
     collapse,

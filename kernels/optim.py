@@ -15,7 +15,8 @@ import torch
 
 from plait.kernels.adamw_triton import Step, step_launches
 from plait.kernels.dropout_op import check_rng
-from plait.kernels.launch import check, compute_dtype, register
+from plait.kernels.launch import check, compute_dtype
+from plait.kernels.registration import register
 from plait.kernels.rounding import stochastic_round_ref
 from plait.kernels.tables import shares_memory, use_tables
 

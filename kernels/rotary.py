@@ -11,16 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from plait.kernels.launch import (
-    below_autograd,
-    check,
-    check_device,
-    check_floating,
-    compute_dtype,
-    register,
-    use_triton,
-)
+from plait.kernels.launch import check, check_device, check_floating, compute_dtype, use_triton
 from plait.kernels.plans import Built, Site, planned
+from plait.kernels.registration import below_autograd, register
 from plait.kernels.rotary_triton import Angles, rope_launch
 from plait.kernels.tables import shares_memory
 

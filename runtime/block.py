@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.kernels import flash, gated, rotary
-from plait.kernels.launch import below_autograd
+from plait.kernels.registration import below_autograd
 from plait.model_config import ModelConfig
 from plait.parallel.layers import (
     ColumnParallelLinear,

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from plait.bench import suite_launch
 from plait.bench.cli import load
 from plait.bench.spec import Options
-from plait.kernels import launch, plans
+from plait.kernels import launch, plans, registration
 from plait.kernels.launch import Launch, signature_of
 from tests.cases import needs_compiler, normal
 
@@ -255,7 +255,7 @@ def called():
     def way(name):
         return lambda *arguments, **keywords: ways.append(name)
 
-    return launch._direct(way("op"), way("kernel"), way("gradient"), 2), ways
+    return registration._direct(way("op"), way("kernel"), way("gradient"), 2), ways
 
 
 def test_a_plain_call_goes_to_the_kernel_and_one_with_a_gradient_to_its_function(called):
@@ -265,7 +265,9 @@ def test_a_plain_call_goes_to_the_kernel_and_one_with_a_gradient_to_its_function
     with torch.no_grad():
         call(leaf, leaf)
     assert ways == ["kernel", "gradient", "gradient", "kernel"]
-    call = launch._direct(lambda *_: ways.append("op"), None, None, 1)  # its op says what a missing gradient means
+    call = registration._direct(
+        lambda *_: ways.append("op"), None, None, 1
+    )  # its op says what a missing gradient means
     call(leaf)
     assert ways[4:] == ["op"]
 
