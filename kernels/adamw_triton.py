@@ -6,7 +6,7 @@ output written once: 28 bytes per element for fp32, 30 for bf16 with fp32 gradie
 from step to step are arguments or, for a captured graph, a tensor that the kernel reads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +15,10 @@ import triton.language as tl
 
 from plait.kernels.launch import Launch, triton_dtype
 from plait.kernels.philox import philox_load_key
-from plait.kernels.rounding import random_words, stochastic_round
+from plait.kernels.rounding import divide, random_words, root, stochastic_round
 from plait.kernels.tables import (
     Run,
+    address,
     collapse,
     device_table,
     find_row,
@@ -65,23 +66,6 @@ class Step(NamedTuple):
 
 
 @triton.jit
-def _divide(x, y):
-    """x / y rounded to nearest; the precise division of fp32 has no fp64 form."""
-    if x.dtype == tl.float64:
-        return x / y
-    else:
-        return tl.div_rn(x, y)
-
-
-@triton.jit
-def _root(x):
-    if x.dtype == tl.float64:
-        return tl.sqrt(x)
-    else:
-        return tl.sqrt_rn(x)
-
-
-@triton.jit
 def _load_factor(
     grad_scale_ptr, loss_scale_ptr, HAS_GRAD_SCALE: tl.constexpr, HAS_LOSS_SCALE: tl.constexpr, COMPUTE: tl.constexpr
 ):  # fmt: skip
@@ -89,7 +73,7 @@ def _load_factor(
     if HAS_GRAD_SCALE:
         factor = tl.load(grad_scale_ptr).to(COMPUTE)
     if HAS_LOSS_SCALE:
-        factor = _divide(factor, tl.load(loss_scale_ptr).to(COMPUTE))
+        factor = divide(factor, tl.load(loss_scale_ptr).to(COMPUTE))
     return factor
 
 
@@ -124,8 +108,8 @@ def _update(
         weight = tl.load(master_ptrs, mask=mask, other=0.0)
     else:
         weight = tl.load(param_ptrs, mask=mask, other=0.0).to(COMPUTE)
-    denominator = _root(_divide(exp_avg_sq, correction)) + eps
-    weight = weight * decay - _divide(exp_avg * rate, denominator)
+    denominator = root(divide(exp_avg_sq, correction)) + eps
+    weight = weight * decay - divide(exp_avg * rate, denominator)
     tl.store(exp_avg_ptrs, exp_avg, mask=mask)
     tl.store(exp_avg_sq_ptrs, exp_avg_sq, mask=mask)
     if HAS_MASTER:
@@ -210,11 +194,16 @@ def _adamw_table(
         )  # fmt: skip
 
 
+def shared_arguments(step: Step, unread: Any) -> tuple[Any, ...]:
+    """What both kernels take last; `unread` stands for an absent tensor."""
+    optional = (step.schedule, step.grad_scale, step.loss_scale, step.rng, step.found_inf)
+    return (*step.numbers, *[unread if x is None else x for x in optional])
+
+
 def _shared(step: Step, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """(arguments, constants) that both kernels take; an absent tensor is replaced by one that is not read."""
     param, _, exp_avg = tensors[:3]
-    optional = (step.schedule, step.grad_scale, step.loss_scale, step.rng, step.found_inf)
-    arguments = (*step.numbers, *(exp_avg if x is None else x for x in optional))
+    arguments = shared_arguments(step, exp_avg)
     constants = {
         "PARAM": _NAMES[param.dtype],
         "COMPUTE": triton_dtype(exp_avg.dtype),
@@ -304,6 +293,30 @@ def _find_kinds(lists: Sequence[Sequence[torch.Tensor]], indices: Sequence[int] 
         elif numel:
             _odd_pieces(i, tensors, None if indices is None else index, kinds)
     return kinds
+
+
+class Ready(NamedTuple):
+    """A launch of one list of tensors: `run` with `first`, the numbers and tensors of a `Step`, then `constants`."""
+
+    run: Callable[..., None]
+    first: tuple[Any, ...]
+    constants: tuple[Any, ...]
+
+
+def ready_launches(
+    device: int, lists: Sequence[Sequence[torch.Tensor]], step: Step, first_indices: Sequence[int] | None
+) -> list[Ready]:
+    """`step_launches`, compiled for the current `device`; tensors have become their addresses, but for tables."""
+    found = []
+    for launch in step_launches(lists, step, first_indices):
+        run, constants = launch.ready(device)
+        first = launch.arguments[: -len(shared_arguments(step, lists[2][0]))]
+        kept = launch.kernel is _adamw_table  # its table is nobody else's
+        first = tuple(
+            [address(x) if isinstance(x, torch.Tensor) and not (kept and i == 0) else x for i, x in enumerate(first)]
+        )
+        found.append(Ready(run, first, constants))
+    return found
 
 
 def _table_launches(lists: Sequence[Sequence[torch.Tensor]], kinds: _Kinds, step: Step) -> list[Launch]:

@@ -3,23 +3,27 @@
 `l2_norm_squared` is the sum that ranks add before the root. Each element is read once; NaN and inf pass through.
 The sum has two stages: each chunk of a tensor (tables.py) lane by lane, then over the lanes; then the chunks of all
 tensors in the order of the list. Chunks depend on sizes alone, so that runs agree bit for bit. Launches: one for each
-kind of tensor present (dtype, aligned or not, strided), and one for the second stage.
+kind of tensor present (dtype, aligned or not, strided), and one for the second stage, which takes the root too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from plait.kernels.launch import Launch, check, check_device, compute_dtype, triton_dtype
-from plait.kernels.plans import Built, Site, planned
-from plait.kernels.registration import register
+from plait.kernels.launch import Launch, check, check_device, compute_dtype, triton_dtype, use_triton
+from plait.kernels.registration import all_plain, observed, register
+from plait.kernels.rounding import root
 from plait.kernels.tables import (
     Run,
+    address,
     collapse,
     device_table,
+    elsewhere,
     find_row,
+    remembered,
     split_tail,
     strided_offsets,
     strided_runs,
@@ -103,12 +107,15 @@ def _square_table(
 
 
 @triton.jit
-def _add_partials(partial_ptr, out_ptr, num_partials, BLOCK: tl.constexpr):
+def _add_partials(partial_ptr, out_ptr, num_partials, ROOT: tl.constexpr, BLOCK: tl.constexpr):
     sums = tl.zeros([BLOCK], partial_ptr.dtype.element_ty)
     for start in range(0, num_partials, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         sums += tl.load(partial_ptr + offsets, mask=offsets < num_partials, other=0.0)
-    tl.store(out_ptr, tl.sum(sums, axis=0))
+    total = tl.sum(sums, axis=0)
+    if ROOT:
+        total = root(total)
+    tl.store(out_ptr, total)
 
 
 def run_launch(x: torch.Tensor, partial: torch.Tensor, num_passes: int) -> Launch:
@@ -134,9 +141,10 @@ def table_launch(
     return Launch(_square_table, (num_chunks,), (table, partial, num_rows, num_passes * _BLOCK), constants)
 
 
-def partials_launch(partial: torch.Tensor, out: torch.Tensor) -> Launch:
-    """The sum of `partial` in order, into 0-dim `out`."""
-    return Launch(_add_partials, (1,), (partial, out, partial.numel()), {"BLOCK": _BLOCK_PARTIALS}, num_warps=8)
+def partials_launch(partial: torch.Tensor, out: torch.Tensor, take_root: bool = False) -> Launch:
+    """The sum of `partial` in order, or its root, into 0-dim `out`."""
+    constants = {"ROOT": take_root, "BLOCK": _BLOCK_PARTIALS}
+    return Launch(_add_partials, (1,), (partial, out, partial.numel()), constants, num_warps=8)
 
 
 def _runs_of(x: torch.Tensor) -> list[tuple[bool, Run, list[int]]]:
@@ -183,34 +191,69 @@ def first_launches(tensors: Sequence[torch.Tensor]) -> tuple[list[Launch], torch
     ], partial
 
 
-def _build_sum(site: Site, partial: torch.Tensor) -> Built:
-    out = site.empty((), partial.dtype)
-    return Built((out,), [partials_launch(partial, out)])
+class _Ready(NamedTuple):
+    """The launches of one list of tensors: each `run` with an input, its place among the partial sums, the rest."""
+
+    first: list[tuple[Callable[..., None], Any, int, tuple[Any, ...]]]
+    second: tuple[Callable[..., None], tuple[Any, ...]]
+    like: torch.Tensor  # 0-dim, never read: what results look like
+    num_partials: int
 
 
-def _kernel(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    dtype = _dtype_of(tensors)
+def _ready(device: int, lists: Sequence[Sequence[torch.Tensor]], take_root: bool) -> _Ready | None:
+    """Compiled for the current `device`; inputs have become their addresses, but for tables. None: not for Triton."""
+    (tensors,) = lists
+    _check(tensors)
     if not use_tables(tensors):
-        norms = torch._foreach_norm([t.detach() for t in tensors], 2, dtype=dtype)
-        return torch.stack(norms).square_().sum()
+        return None
     launches, partial = first_launches(tensors)
+    first = []
     for launch in launches:
-        launch.run()
-    found: torch.Tensor = planned(_build_sum, (partial,))[0]
-    return found
+        (x, home, *rest), (run, constants) = launch.arguments, launch.ready(device)
+        kept = x if launch.kernel is _square_table else address(x)  # its table is nobody else's
+        first.append((run, kept, home.storage_offset(), (*rest, *constants)))
+    like = torch.empty((), dtype=partial.dtype, device=partial.device)
+    second = partials_launch(partial, like, take_root)
+    run, constants = second.ready(device)
+    return _Ready(first, (run, (*second.arguments[2:], *constants)), like, partial.numel())
+
+
+def _launch(tensors: list[torch.Tensor], take_root: bool) -> torch.Tensor | None:
+    """The sum of squares or its root by Triton; None where it does not serve."""
+    if not use_triton(tensors[0]):
+        return None
+    if elsewhere(tensors[0]):
+        with torch.cuda.device(tensors[0].device):
+            return _launch(tensors, take_root)
+    ready: _Ready | None = remembered(_ready, (tensors,), (take_root,), take_root)
+    if ready is None:
+        return None
+    out = torch.empty_like(ready.like)
+    partial = out.new_empty(ready.num_partials)
+    for run, x, place, rest in ready.first:
+        run(x, partial[place:] if place else partial, *rest)
+    run, rest = ready.second
+    run(partial, out, *rest)
+    return out
+
+
+def _kernel(tensors: list[torch.Tensor], take_root: bool = False) -> torch.Tensor:
+    found = _launch(tensors, take_root)
+    if found is not None:
+        return found
+    norms = torch._foreach_norm([t.detach() for t in tensors], 2, dtype=_dtype_of(tensors))
+    total = torch.stack(norms).square_().sum()
+    return total.sqrt_() if take_root else total
 
 
 _l2_norm_squared = register(
-    "l2_norm_squared(Tensor[] tensors) -> Tensor",
+    "l2_norm_squared(Tensor[] tensors, bool root=False) -> Tensor",
     _kernel,
-    lambda tensors: tensors[0].new_empty((), dtype=_dtype_of(tensors)),
+    lambda tensors, root=False: tensors[0].new_empty((), dtype=_dtype_of(tensors)),
 )
 
 
-@torch.no_grad()
-def l2_norm_squared(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of squares of all elements, 0-dim, without a gradient. ValueError on an empty list or mixed devices."""
-    tensors = list(tensors)
+def _check(tensors: Sequence[torch.Tensor]) -> None:
     check(len(tensors) > 0, lambda: "l2_norm_squared: no tensors; expected at least one")
     device = tensors[0].device
     for tensor in tensors:
@@ -218,10 +261,24 @@ def l2_norm_squared(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             raise TypeError(f"l2_norm_squared: a tensor is {tensor.dtype}; expected a floating dtype")
         if tensor.device != device:
             check_device("l2_norm_squared", tensors[0], tensor=tensor)
-    return _l2_norm_squared(tensors)
 
 
-@torch.no_grad()
+def _norm(tensors: list[torch.Tensor], take_root: bool) -> torch.Tensor:
+    if tensors and all_plain(tensors) and not observed():
+        found = _launch(tensors, take_root)  # checks what it has not met
+        if found is not None:
+            return found
+    _check(tensors)
+    with torch.no_grad():
+        norm: torch.Tensor = _l2_norm_squared(tensors, take_root)
+    return norm
+
+
+def l2_norm_squared(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of squares of all elements, 0-dim, without a gradient. ValueError on an empty list or mixed devices."""
+    return _norm(list(tensors), False)
+
+
 def l2_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The Euclidean norm over all elements of all tensors, 0-dim. Errors as `l2_norm_squared`."""
-    return l2_norm_squared(tensors).sqrt()
+    return _norm(list(tensors), True)

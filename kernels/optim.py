@@ -10,15 +10,16 @@ any split of the tensors gives the same result. The kernels are in adamw_triton.
 
 import itertools
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 
-from plait.kernels.adamw_triton import Step, step_launches
+from plait.kernels.adamw_triton import Ready, Step, ready_launches, shared_arguments
 from plait.kernels.dropout_op import check_rng
 from plait.kernels.launch import check, compute_dtype
-from plait.kernels.registration import register
+from plait.kernels.registration import all_plain, observed, register
 from plait.kernels.rounding import stochastic_round_ref
-from plait.kernels.tables import shares_memory, use_tables
+from plait.kernels.tables import address, elsewhere, remembered, shares_memory, use_tables
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -122,15 +123,32 @@ def _kernel(
     decay, rate, correction = (
         (1.0, 1.0, 1.0) if schedule is not None else _numbers(step, lr, beta1, beta2, weight_decay)
     )
-    shared = Step(
-        (decay, rate, correction, beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps), schedule, grad_scale, loss_scale, rng,
-        found_inf,
-    )  # fmt: skip
+    numbers = (decay, rate, correction, beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps)
     lists = [params, grads, exp_avgs, exp_avg_sqs] + ([masters] if masters else [])
-    for launch in step_launches(lists, shared, starts):
-        launch.run()
+    _launch(lists, Step(numbers, schedule, grad_scale, loss_scale, rng, found_inf), tuple(starts))
     # The kernels write by address, so autograd must be told.
     torch.autograd.graph.increment_version([x for i, some in enumerate(lists) if i != 1 for x in some])
+
+
+def _ready(
+    device: int, lists: Sequence[Sequence[torch.Tensor]], step: Step, starts: tuple[int, ...]
+) -> list[Ready]:  # fmt: skip
+    _check_lists(*lists)
+    return ready_launches(device, lists, step, starts)
+
+
+def _launch(lists: Sequence[Sequence[torch.Tensor]], step: Step, starts: tuple[int, ...]) -> None:
+    """The step by Triton, on the card of the tensors."""
+    like = lists[0][0]
+    if elsewhere(like):
+        with torch.cuda.device(like.device):
+            _launch(lists, step, starts)
+        return
+    optional = (step.schedule, step.grad_scale, step.loss_scale, step.rng, step.found_inf)
+    key = (starts, *[None if x is None else (x.dtype, x.data_ptr() & 15) for x in optional])
+    arguments = shared_arguments(step, address(lists[2][0]))
+    for run, first, constants in remembered(_ready, lists, key, step, starts):
+        run(*first, *arguments, *constants)
 
 
 def _numbers(step: int, lr: float, beta1: float, beta2: float, weight_decay: float) -> tuple[float, float, float]:
@@ -151,7 +169,7 @@ def _schedule(
 
     step, lr = wide(step), wide(lr)
     numbers = (1.0 - lr * weight_decay, lr / (1.0 - beta1**step), 1.0 - beta2**step)
-    return torch.stack(numbers).to(like.dtype)
+    return torch.stack(numbers).to(compute_dtype(like.dtype))
 
 
 _adamw = register(
@@ -166,11 +184,15 @@ _adamw = register(
 
 def _check_lists(
     params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], exp_avgs: Sequence[torch.Tensor],
-    exp_avg_sqs: Sequence[torch.Tensor], masters: Sequence[torch.Tensor],
+    exp_avg_sqs: Sequence[torch.Tensor], masters: Sequence[torch.Tensor] = (),
 ) -> None:  # fmt: skip
     device, dtype, shapes = params[0].device, params[0].dtype, [p.shape for p in params]
     if dtype not in _FLOATING:
         raise TypeError(f"adamw_: params are {dtype}; expected float32, bfloat16, float16 or float64")
+    check(
+        all(p.dtype == dtype for p in params),
+        lambda: f"adamw_: params of several dtypes {sorted({str(p.dtype) for p in params})}; call once for each",
+    )
     wide = (compute_dtype(dtype),)
     lists = [("params", params, (dtype,)), ("grads", grads, _FLOATING), ("exp_avgs", exp_avgs, wide)]
     lists += [("exp_avg_sqs", exp_avg_sqs, wide)] + ([("master", masters, wide)] if masters else [])
@@ -207,13 +229,12 @@ def _scalar(name: str, value: torch.Tensor | float | None, like: torch.Tensor) -
     if value is None:
         return None
     if not isinstance(value, torch.Tensor):
-        return torch.full((), value, dtype=like.dtype, device=like.device)
+        return torch.full((), value, dtype=compute_dtype(like.dtype), device=like.device)
     check(value.dim() == 0, lambda: f"adamw_: {name} has shape {tuple(value.shape)}; expected a 0-dim tensor")
     check(value.device == like.device, lambda: f"adamw_: {name} is on {value.device}; expected {like.device}")
     return value
 
 
-@torch.no_grad()
 def adamw_(
     params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], exp_avgs: Sequence[torch.Tensor],
     exp_avg_sqs: Sequence[torch.Tensor], master: Sequence[torch.Tensor] | None = None, *, step: torch.Tensor | int,
@@ -238,12 +259,12 @@ def adamw_(
     if not params:
         return
     check(isinstance(step, torch.Tensor) or step >= 1, lambda: f"adamw_: step is {step}; the first one is 1")
-    check(
-        all(p.dtype == params[0].dtype for p in params),
-        lambda: f"adamw_: params of several dtypes {sorted({str(p.dtype) for p in params})}; call once for each",
-    )
-    _check_lists(params, grads, exp_avgs, exp_avg_sqs, masters)
-    like = exp_avgs[0]
+    grads, exp_avgs, exp_avg_sqs = list(grads), list(exp_avgs), list(exp_avg_sqs)
+    # A plain call of Triton checks what it has not met, and needs no more of torch.
+    direct = use_tables(params[:1]) and not observed() and _all_plain(params, grads, exp_avgs, exp_avg_sqs, masters)
+    if not direct:
+        _check_lists(params, grads, exp_avgs, exp_avg_sqs, masters)
+    like = params[0]
     if rng is not None:
         check_rng("adamw_", rng, like)
         check(
@@ -252,16 +273,23 @@ def adamw_(
                 f"adamw_: first_indices are {first_indices}; expected one from 0 for each of {len(params)} params"
             ),
         )
-    schedule = None
-    if isinstance(step, torch.Tensor) or isinstance(lr, torch.Tensor):
-        step, lr, schedule = _place_schedule(step, lr, beta1, beta2, weight_decay, like, params)
-    _adamw(
-        params, list(grads), list(exp_avgs), list(exp_avg_sqs), masters, _scalar("grad_scale", grad_scale, like),
-        step, lr, beta1, beta2, eps, weight_decay, _scalar("loss_scale", loss_scale, like), rng,
-        list(first_indices or ()), schedule, _scalar("found_inf", found_inf, like),
-    )  # fmt: skip
+    with nullcontext() if direct else torch.no_grad():
+        schedule = None
+        if isinstance(step, torch.Tensor) or isinstance(lr, torch.Tensor):
+            step, lr, schedule = _place_schedule(step, lr, beta1, beta2, weight_decay, like, params)
+        run = _kernel if direct else _adamw
+        run(
+            params, grads, exp_avgs, exp_avg_sqs, masters, _scalar("grad_scale", grad_scale, like), step, lr, beta1,
+            beta2, eps, weight_decay, _scalar("loss_scale", loss_scale, like), rng, list(first_indices or ()),
+            schedule, _scalar("found_inf", found_inf, like),
+        )  # fmt: skip
 
 
+def _all_plain(*lists: list[torch.Tensor]) -> bool:
+    return all([all_plain(some) for some in lists])
+
+
+@torch.no_grad()
 def _place_schedule(
     step: torch.Tensor | int, lr: torch.Tensor | float, beta1: float, beta2: float, weight_decay: float,
     like: torch.Tensor, params: list[torch.Tensor],

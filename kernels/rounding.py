@@ -3,6 +3,8 @@
 The random word of an element is a function of (rng, its 64-bit index) alone: Philox with counter (index // 4 low,
 index // 4 high, 0, 0), word index % 4. So neither the layout of a tensor nor its split can change a bit. Values that
 nearest rounding keeps finite stay finite; inf and NaN pass through. Same bits in torch and in Triton.
+
+Also the division and the root rounded to nearest, as torch has them: Triton's own are approximate in fp32.
 """
 
 import torch
@@ -52,6 +54,24 @@ def stochastic_round_ref(
 def _as_float(bits: torch.Tensor) -> torch.Tensor:
     """Words of 32 bits in int64 as the fp32 values with those bits."""
     return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
+
+
+@triton.jit
+def divide(x, y):
+    """x / y rounded to nearest; the precise division of fp32 has no fp64 form."""
+    if x.dtype == tl.float64:
+        return x / y
+    else:
+        return tl.div_rn(x, y)
+
+
+@triton.jit
+def root(x):
+    """The square root rounded to nearest."""
+    if x.dtype == tl.float64:
+        return tl.sqrt(x)
+    else:
+        return tl.sqrt_rn(x)
 
 
 @triton.jit

@@ -8,12 +8,15 @@ their own, compiled with 16-byte accesses; what is left over at either end is na
 
 The table reaches the device by one copy from pinned memory, never waited for. A captured CUDA graph would read that
 memory again at each replay, so there the numbers travel as kernel arguments instead, which the graph keeps.
+
+A step after the other has the same tensors: what was made for some addresses is found again by them (`remembered`),
+the table on the device included, so that such a call makes no row and copies nothing.
 """
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -220,3 +223,57 @@ def device_table(values: Sequence[int], device: torch.device) -> torch.Tensor:
         return table
     _compile_writer(device)
     return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+
+
+class _Aside:
+    """What a look-up hands on beside its key; emptied behind it, so that nothing keeps a caller's tensors."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Aside)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+# An entry has the launches and the table of one list of tensors, about 0.6 KB a tensor; few lists take turns.
+@functools.lru_cache(16)
+def _remembered(build: Callable[..., Any], device: int, stream: int, key: tuple[Any, ...], aside: _Aside) -> Any:
+    return build(device, *aside.values)
+
+
+def remembered(
+    build: Callable[..., Any], lists: Sequence[Sequence[torch.Tensor]], key: tuple[Any, ...], *more: Any
+) -> Any:
+    """build(current device, lists, *more), found again for tensors of the same addresses and layouts and equal `key`.
+
+    `build` may depend on the tensors' dtypes, shapes, strides, devices and addresses, and on `more` as far as `key`
+    tells it. Its tables are for the stream that they were copied on. A captured graph gets its own: one of those
+    kept here may be gone before its replay.
+    """
+    first = lists[0][0]
+    card = first.get_device()
+    device: int = -1 if INTERPRETED else triton.runtime.driver.active.get_current_device()
+    if INTERPRETED or (card >= 0 and torch.cuda.is_current_stream_capturing()):
+        return build(device, lists, *more)
+    places = tuple(
+        [(x.data_ptr(), x.shape, x.stride(), x.dtype, x.get_device()) for tensors in lists for x in tensors]
+    )
+    stream = triton.runtime.driver.active.get_current_stream(device)
+    aside = _Aside(lists, *more)
+    try:
+        return _remembered(build, device, stream, (places, *map(len, lists), *key), aside)
+    finally:
+        aside.values = ()
+
+
+def elsewhere(x: torch.Tensor) -> bool:
+    """Whether `x` is on a card that is not the current one."""
+    return x.is_cuda and x.get_device() != triton.runtime.driver.active.get_current_device()
+
+
+def address(x: torch.Tensor) -> Any:
+    """What a kernel is given for `x`: its address, which a launch takes too; the interpreter wants the tensor."""
+    return x if INTERPRETED else x.data_ptr()

@@ -11,10 +11,11 @@ import triton
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from plait import kernels
 from plait.bench import suite_launch
 from plait.bench.cli import load
 from plait.bench.spec import Options
-from plait.kernels import launch, plans, registration
+from plait.kernels import adamw_triton, launch, norms, plans, registration, tables
 from plait.kernels.launch import Launch, signature_of
 from tests.cases import needs_compiler, normal
 
@@ -38,7 +39,7 @@ def counted_calls(call):
 
 # Python functions entered by one call, (forward, forward and backward), a tenth above what was counted (2026-11-30);
 # None: without a gradient. A bare launch and an empty op enter 23 and, each twice in a backward, 73. Not held here:
-# the losses' own passes in torch, and what l2_norm and adamw_ do for each tensor of a list.
+# the losses' own passes in torch, and how long lists of tensors are.
 MOST_CALLS = {
     "linear gelu": (29, 159),
     "linear dropout": (34, 161),
@@ -55,10 +56,10 @@ MOST_CALLS = {
     "geglu": (25, 89),
     "dropout": (27, 93),
     "cross_entropy": (48, 95),
-    "linear_cross_entropy": (77, 178),
+    "linear_cross_entropy": (77, 173),
     "embedding": (28, 102),
-    "l2_norm, no gradient": (110, None),
-    "adamw_, no gradient": (110, None),
+    "l2_norm, no gradient": (34, None),
+    "adamw_, no gradient": (62, None),
 }
 
 
@@ -159,6 +160,100 @@ def test_plans_are_bounded_and_hold_no_tensor():
     kernel.seen.clear()
     del x
     assert there() is None
+
+
+def _stepped(lists, **how):
+    numbers = {"step": 3, "lr": 0.5, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.25}
+    kernels.adamw_(*lists, **{**numbers, **how})
+
+
+def _five(seed=0):
+    """Four lists of five tensors: more runs than are launched one by one."""
+    return [[normal(48, dtype=torch.float32, seed=seed + i) for i in range(5)] for _ in range(4)]
+
+
+LIST_OPS = {
+    "adamw_": (adamw_triton, _stepped),
+    "l2_norm": (norms, lambda lists: kernels.l2_norm(lists[0])),
+    "l2_norm_squared": (norms, lambda lists: kernels.l2_norm_squared(lists[0])),
+}
+
+
+@pytest.mark.parametrize("name", LIST_OPS)
+def test_lists_met_before_make_no_table_and_those_that_lie_elsewhere_do(name):
+    module, op = LIST_OPS[name]
+    lists, others = _five(), _five()
+    with (
+        suite_launch.stubbed() as driver,
+        mock.patch.object(module, "device_table", wraps=tables.device_table) as made,
+    ):
+        op(lists), op(lists), op([list(some) for some in lists])
+        assert made.call_count == 1
+        assert driver.launches == (3 if name == "adamw_" else 6)
+        op([others[0], *lists[1:]])
+        assert made.call_count == 2
+        narrow = [[x[:32] for x in some] for some in lists]  # the same addresses
+        op(narrow), op(narrow)
+        assert made.call_count == 3
+        driver.get_current_stream = lambda device: 7  # its copy may not have come to this one
+        op(lists)
+        assert made.call_count == 4
+
+
+def test_numbers_of_a_step_and_scalars_on_the_device_are_those_of_each_call():
+    seen, lists, scale = [], _five(), torch.tensor(0.5)
+    with (
+        suite_launch.stubbed(),
+        mock.patch.object(suite_launch._Unlaunched, "_nothing", lambda self, *arguments: seen.append(arguments)),
+    ):
+        for how in ({}, {"lr": 0.25}, {"grad_scale": scale}, {"grad_scale": scale.clone(), "lr": 0.25}):
+            _stepped(lists, **how)
+            _stepped(lists, **how)
+    floats = [[x for x in arguments if isinstance(x, float)] for arguments in seen]
+    assert all(1.0 - 0.5 * 0.25 in found for found in (*floats[:2], *floats[4:6]))
+    assert all(1.0 - 0.25 * 0.25 in found for found in (*floats[2:4], *floats[6:]))
+    tensors = [[x for x in arguments if isinstance(x, torch.Tensor)] for arguments in seen]
+    assert [len(found) for found in tensors] == [1] * 4 + [2] * 4
+    assert tensors[4][1] is tensors[5][1] is scale and tensors[6][1] is not scale
+
+
+def test_lists_that_do_not_fit_are_refused_before_any_launch():
+    lists = _five()
+    with suite_launch.stubbed() as driver:
+        for bad in (lists[3][:4], [*lists[3][:4], lists[3][4][:3]], [x.half() for x in lists[3]]):
+            for _ in range(2):
+                with pytest.raises((ValueError, TypeError), match="adamw_: .*exp_avg_sqs"):
+                    _stepped([*lists[:3], bad])
+        with pytest.raises(ValueError, match="expected cpu"):
+            kernels.l2_norm([lists[0][0], torch.ones(2, device="meta")])
+        assert driver.launches == 0
+
+
+def test_what_is_kept_of_lists_holds_none_of_their_tensors_and_is_bounded():
+    assert tables._remembered.cache_info().maxsize == 16
+    lists = _five()
+    there = [weakref.ref(x) for some in lists for x in some]
+    with suite_launch.stubbed():
+        _stepped(lists), kernels.l2_norm(lists[0])
+    del lists
+    assert not any(x() is not None for x in there)
+
+
+def test_a_captured_graph_gets_tables_of_its_own(monkeypatch):
+    class OnCard(torch.Tensor):
+        def get_device(self):
+            return suite_launch.NO_CARD
+
+    now, built, lists = [False], [], [[torch.ones(2).as_subclass(OnCard)]]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now[0])
+
+    def build(device, lists):
+        built.append(now[0])
+
+    with suite_launch.stubbed():
+        for now[0] in (False, True, True, False):
+            tables.remembered(build, lists, ())
+    assert built == [False, True, True]
 
 
 def _keys(arguments):
