@@ -53,25 +53,28 @@ def run(args: argparse.Namespace, command: str) -> int:
     at_least(args, processes=1, seed=0)
     alone = args.command in SUITES  # `plait bench train`, `plait bench ceilings`
     names = [args.command] if alone else args.suites or args.settings.suites or tuple(SUITES)
-    full, rounds = args.full or alone, Options.rounds if args.rounds is None else args.rounds
-    base = Options(rounds=rounds, seed=args.seed, full=full, processes=args.processes, tutorials=args.tutorials)
+    full = args.full or alone
+    base = Options(seed=args.seed, full=full, processes=args.processes, tutorials=args.tutorials)
     asked = tuple(name.strip() for name in args.providers.split(",") if name.strip())
     providers.check_asked(asked, names)
     codes: list[int] = []
     entries: list[outputs.Entry] = []
-    suites = [load(name) for name in names]
+    names = sorted(names, key=lambda name: name != "ceilings")  # first: the others are held against them
+    suites, roof = [load(name) for name in names], runner.known_ceilings(args.ceilings, args.json)
     if args.cache and not any(suite.caches for suite in suites):
         raise ValueError(f"--cache: no choice of L2 policies in {', '.join(names)}; the suite kernels has one")
     cache = args.cache or args.settings.cache or ""
     for suite in suites:
         options = dataclasses.replace(
             base,
-            budget_s=suite.budget_s if args.budget is None else args.budget,
+            rounds=args.rounds if args.rounds is not None else base.rounds if full else suite.rounds,
+            budget_s=budget_of(suite, full) if args.budget is None else args.budget,
             providers=providers.asked_in(suite.name, asked),
             cache=cache if suite.caches else "",
         )
         how = runner.run_here if options.processes == 1 else runner.run_processes
-        results, code = how(suite, options, args.only)
+        results, code = how(suite, options, args.only, roof if suite.name != "ceilings" else None)
+        roof = (runner.reached(results) if suite.name == "ceilings" else None) or roof
         text = f"{suite.name}: {suite.about}\n\n{runner.table_of(suite, results)}\n"
         print(f"\n{text}", flush=True)
         entries += (mine := outputs.entries_of(suite.name, results))
@@ -81,6 +84,11 @@ def run(args: argparse.Namespace, command: str) -> int:
     if args.junit:
         report.write_text(args.junit, outputs.junit(entries))
     return max(codes)
+
+
+def budget_of(suite: Suite, full: bool) -> float:
+    """Seconds for all cases, where nobody says; 0 for no limit."""
+    return suite.budget_s if full else suite.small_s or suite.budget_s
 
 
 def compare(args: argparse.Namespace, command: str) -> int:

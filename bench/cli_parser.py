@@ -51,6 +51,12 @@ def parser(chosen: settings.Settings | None = None) -> argparse.ArgumentParser:
             choices=POLICIES,
             help="L2 policy, where a suite has a choice: kernels (default: cold-rotate on a card, else hot)",
         )
+        command.add_argument(
+            "--ceilings",
+            type=Path,
+            metavar="FILE",
+            help="above 102 %% of these a number is INVALID (default: this run's, else those in DIR of --json)",
+        )
         command.add_argument("--junit", type=Path, metavar="FILE", help="write the outcome of all suites as JUnit")
         command.add_argument("--tutorials", default="", metavar="DIR", help="triton's, for the suite `static`")
         command.add_argument("--only", default="", metavar="TEXT", help="only the cases whose name contains TEXT")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from plait.bench.ceilings import TOLERANCE
+from plait.bench.ceilings import beyond_measured
 from plait.bench.peaks import Card, card_named, card_of
 from plait.bench.result_file import ResultFile
 from plait.bench.spec import Case
@@ -19,12 +19,14 @@ from plait.bench.stats import median_interval
 
 @dataclass(frozen=True)
 class Roof:
-    """Bytes/s and FLOP/s by torch's dtype name; title says whose. device: "cuda" or "cpu", whose work it bounds."""
+    """Bytes/s and FLOP/s by torch's dtype name; title says whose. device: "cuda" or "cpu", whose work it bounds;
+    cache_bytes: of the last cache before its memory, 0 where it is not known."""
 
     title: str
     bytes_per_s: float
     flop_per_s: dict[str, float]
     device: str = "cuda"
+    cache_bytes: int = 0
 
     def bound(self, case: Case) -> tuple[float, str] | None:
         """(least seconds, "memory" or "compute"); None where the case declares no work, ran on another device, moved
@@ -60,7 +62,7 @@ def datasheet(card: Card) -> Roof:
 
 
 def measured_roof(file: ResultFile) -> Roof:
-    """What the suite `ceilings` reached: the best median of copy and read, and of each dtype's products."""
+    """What the suite `ceilings` reached at best: of copy and read, and of each dtype's products, in any sample."""
     memory, device = 0.0, "cpu"
     rates: dict[str, float] = {}
     for result in file.cases.values():
@@ -69,14 +71,16 @@ def measured_roof(file: ResultFile) -> Roof:
         for measured in result.providers.values():
             if not measured.samples_s or measured.invalid:
                 continue
-            seconds = median(measured.samples_s)
+            seconds = min(measured.samples_s)
             if case.params.get("quantity") == "matmul":
                 rates[dtype_of(case)] = max(rates.get(dtype_of(case), 0.0), (case.flop or 0.0) / seconds)
             else:
                 memory = max(memory, (case.bytes_moved or 0.0) / seconds)
     if file.suite != "ceilings" or not memory:
         raise ValueError(f"{file.path}: holds no bandwidth of suite `ceilings`; `plait bench ceilings` measures it")
-    return Roof(f"measured on this {'card' if device == 'cuda' else 'host'}", memory, rates, device)
+    card = card_of(file.machine) if device == "cuda" else None
+    title = f"measured on this {'card' if device == 'cuda' else 'host'} by suite ceilings, {file.date[:10]}"
+    return Roof(title.removesuffix(", "), memory, rates, device, card.l2_bytes if card else 0)
 
 
 HARDWARE = ("cpu", "cores", "memory_gib")
@@ -133,10 +137,8 @@ def standings(file: ResultFile, card: Card | None, measured: Roof | None) -> lis
             seconds = median(provider.samples_s)
             share = reached[0] / seconds if reached else None
             invalid = provider.invalid
-            if not invalid and share and share > TOLERANCE and one.cache != "hot" and file.suite != "ceilings":
-                invalid = (
-                    f"{share:.0%} of the measured ceiling: work skipped, cached, or a formula that counts too much"
-                )
+            if not invalid and measured and file.suite != "ceilings":
+                invalid = beyond_measured(one, seconds, measured)
             result.append(
                 Standing(
                     one.case,

@@ -6,6 +6,7 @@ A case that fails takes no other with it: its result has no numbers and says why
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import os
 import subprocess
 import sys
@@ -15,17 +16,20 @@ from pathlib import Path
 
 from plait.bench import outputs, report
 from plait.bench.ceilings import mark_impossible
+from plait.bench.compare import IncomparableError
 from plait.bench.device import fingerprint
 from plait.bench.progress import Progress
-from plait.bench.result_file import read, united
+from plait.bench.result_file import ResultFile, read, united
+from plait.bench.roofline import Roof, measured_roof, same_hardware
 from plait.bench.spec import Case, CaseResult, Options, Suite, WrongResultError
 
 
-def measured(suite: Suite, case: Case, options: Options) -> tuple[CaseResult, int]:
-    """Returns the case's result and exit code; a failure is a result without numbers that says what went wrong."""
+def measured(suite: Suite, case: Case, options: Options, roof: Roof | None = None) -> tuple[CaseResult, int]:
+    """Returns the case's result and exit code; a failure is a result without numbers that says what went wrong.
+    roof: what this machine reached, where that is known."""
     try:
         result = suite.measure(case, options)
-        return result, 4 if mark_impossible(result, fingerprint()) else 0
+        return result, 4 if mark_impossible(result, fingerprint(), roof) else 0
     except WrongResultError as error:
         text, code = f"wrong result: {error}", 4
     except (OSError, RuntimeError, ValueError) as error:
@@ -33,7 +37,7 @@ def measured(suite: Suite, case: Case, options: Options) -> tuple[CaseResult, in
     return CaseResult(case, "", {}, error=text), code
 
 
-def run_here(suite: Suite, options: Options, only: str) -> tuple[list[CaseResult], int]:
+def run_here(suite: Suite, options: Options, only: str, roof: Roof | None = None) -> tuple[list[CaseResult], int]:
     """Measures the suite's cases whose name contains `only`; returns them and the worst of their exit codes.
 
     Shows on stderr where it is. ValueError when there is no such case.
@@ -50,7 +54,7 @@ def run_here(suite: Suite, options: Options, only: str) -> tuple[list[CaseResult
             text = f"not measured: the budget of {options.budget_s:g} s is spent"
             result, code = CaseResult(case, "", {}, error=text), 1
         else:
-            result, code = measured(suite, case, dataclasses.replace(options, budget_s=share))
+            result, code = measured(suite, case, dataclasses.replace(options, budget_s=share), roof)
         progress.close()
         if code:
             text = result.error or "; ".join(m.invalid for m in result.providers.values() if m.invalid)
@@ -60,7 +64,9 @@ def run_here(suite: Suite, options: Options, only: str) -> tuple[list[CaseResult
     return results, worst
 
 
-def run_processes(suite: Suite, options: Options, only: str) -> tuple[list[CaseResult], int]:
+def run_processes(
+    suite: Suite, options: Options, only: str, roof: Roof | None = None
+) -> tuple[list[CaseResult], int]:
     """The same in options.processes fresh processes, one after the other, each with a seed of its own."""
     runs, worst = [], 0
     with tempfile.TemporaryDirectory(prefix="plait-bench-") as folder:
@@ -80,7 +86,33 @@ def run_processes(suite: Suite, options: Options, only: str) -> tuple[list[CaseR
             runs.append(list(read(path).cases.values()))
             path.unlink()
             worst = max(worst, code)
-    return united(runs), worst
+    results = united(runs)
+    beyond = [mark_impossible(result, fingerprint(), roof) for result in results] if roof else []
+    return results, max(worst, 4 if any(beyond) else 0)
+
+
+def reached(results: list[CaseResult]) -> Roof | None:
+    """The ceilings that this very run measured; None where no bandwidth is among them."""
+    cases = {result.case.name: result for result in results}
+    streamed = [one for one in results if one.case.params.get("quantity") != "matmul" and one.providers]
+    date = datetime.datetime.now(datetime.UTC).isoformat()
+    return measured_roof(ResultFile("this run", "ceilings", fingerprint(), {}, cases, date)) if streamed else None
+
+
+def known_ceilings(named: Path | None, folder: Path | None) -> Roof | None:
+    """Those of a file: the named one, which must be of this machine (IncomparableError), else ceilings.json in the
+    folder that the run writes to, where it is."""
+    beside = folder / "ceilings.json" if folder else None
+    path = named or (beside if beside and beside.exists() else None)
+    if path is None:
+        return None
+    file = read(path)
+    if same_hardware(file.machine, fingerprint()):
+        return measured_roof(file)
+    if named:
+        raise IncomparableError(f"--ceilings: {path} is of another machine; `plait bench ceilings` measures this one")
+    print(f"plait bench: {path} is of another machine, so no number is held against it", file=sys.stderr)
+    return None
 
 
 def run_child(command: list[str]) -> int:

@@ -102,7 +102,8 @@ class Suite:
 
     cases(full) returns the small default list or the whole one; measure(case, options) returns its result and raises
     on a wrong one: no number without a passed check. text(results) is the suite's own table, where it has one;
-    budget_s its limit where the command line gives none; caches: whether it has a choice of L2 policies.
+    budget_s its limit where the command line gives none, small_s that of the default run, rounds those of the default
+    run; caches: whether it has a choice of L2 policies.
     """
 
     name: str
@@ -112,3 +113,5 @@ class Suite:
     text: Callable[[list[CaseResult]], str] | None = None
     budget_s: float = 0.0
     caches: bool = False
+    small_s: float = 0.0
+    rounds: int = Options.rounds

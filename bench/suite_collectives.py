@@ -7,6 +7,7 @@ before and after. Bytes are those of nccl-tests' bus bandwidth, per rank. Host w
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from plait.bench.providers import left_out, not_asked
 from plait.bench.spec import Case, CaseResult, Measured, Options, Suite
 from plait.bench.suite_train import Collector
-from plait.bench.timer import interleave
+from plait.bench.timer import interleave, rounds_within
 from plait.launch import launch
 from plait.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from plait.parallel.mesh import Axis, Mesh
@@ -169,6 +170,12 @@ def run_rank(params: dict[str, Any], options: Options, rank: Rank) -> None:
     samples: dict[str, list[float]] = {}
     if not wrong:
         blocks: dict[str, Callable[[], object]] = {side: block(call, size) for side, call in sides.items()}
+        begun = time.monotonic()
+        for one in blocks.values():
+            one()
+        took = torch.tensor([time.monotonic() - begun])
+        round_s = all_reduce(took, axis, "max").item()  # of the slowest: all take as many rounds
+        options = rounds_within(options.budget_s, 0.0, round_s, options)
         samples = interleave(blocks, options, sync=lambda: all_reduce(flag, axis))
         wrong = check(sides, right, axis)
     if rank.rank == 0:
@@ -197,6 +204,5 @@ def check(sides: dict[str, Call], right: Tensor, axis: Axis) -> str:
     return ""
 
 
-SUITE = Suite(
-    "collectives", "all_reduce, all_gather, reduce_scatter and p2p on gloo, ours and torch's", cases, measure
-)
+ABOUT = "all_reduce, all_gather, reduce_scatter and p2p on gloo, ours and torch's"
+SUITE = Suite("collectives", ABOUT, cases, measure, small_s=60.0)

@@ -8,7 +8,6 @@ with NaN: what is cached, skipped or left unwritten is found. One timed call, dr
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import time
 from collections.abc import Callable
@@ -23,27 +22,18 @@ from plait.bench.kernel_shapes import cases as shaped
 from plait.bench.providers import NOT_ASKED, left_out
 from plait.bench.queues import HostQueue, queue_of
 from plait.bench.spec import Case, CaseResult, Measured, Options, Suite, WrongResultError
-from plait.bench.timer import record, sampled, warm_up
+from plait.bench.timer import record, rounds_within, sampled, warm_up
 
 # Largest error, as a share of the largest entry of the oracle's result. fp32: sums of up to 4096 products in another
 # order; bf16: 8 bits of mantissa, rounded a few times on the way.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
 POLICY = {"cuda": "cold-rotate", "cpu": "hot"}  # of the cache, where nobody asks for another
-MIN_ROUNDS = 5  # below them an interval of the median says nothing
 BUDGET_S = 540.0  # of a full run: all of it within ten minutes
 
 
 def cases(full: bool) -> list[Case]:
     """kernel_shapes.py's for this machine."""
     return shaped(full, "cuda" if torch.cuda.is_available() else "cpu")
-
-
-def rounds_within(budget_s: float, spent_s: float, calls_s: float, options: Options) -> Options:
-    """The options with as many rounds as fit into what is left of a case's share; at least MIN_ROUNDS."""
-    if not budget_s:
-        return options
-    fitting = int((budget_s - spent_s) / calls_s) - options.warmup
-    return dataclasses.replace(options, rounds=max(min(MIN_ROUNDS, options.rounds), min(options.rounds, fitting)))
 
 
 def measure(case: Case, options: Options) -> CaseResult:
@@ -158,4 +148,4 @@ def error_of(got: Tensor, want: Tensor) -> float:
 
 
 ABOUT = "ops with their oracle-checked results, ours and their peers"
-SUITE = Suite("kernels", ABOUT, cases, measure, budget_s=BUDGET_S, caches=True)
+SUITE = Suite("kernels", ABOUT, cases, measure, budget_s=BUDGET_S, caches=True, small_s=120.0)

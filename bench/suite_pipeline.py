@@ -229,6 +229,5 @@ class Account:
         return sum(self.notes[key][-rounds:])
 
 
-SUITE = Suite(
-    "pipeline", "every schedule on sleeping stages and on a small model, ours and torch's", cases, measure, text, 0.0
-)
+ABOUT = "every schedule on sleeping stages and on a small model, ours and torch's"
+SUITE = Suite("pipeline", ABOUT, cases, measure, text, small_s=60.0, rounds=6)

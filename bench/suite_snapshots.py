@@ -177,4 +177,4 @@ def quiet() -> Iterator[None]:
 
 
 ABOUT = "saving and restoring a state of fp32 tensors, ours and others' ways"
-SUITE = Suite("snapshots", ABOUT, cases, measure, text=snapshot_table.text)
+SUITE = Suite("snapshots", ABOUT, cases, measure, text=snapshot_table.text, rounds=8)

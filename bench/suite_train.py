@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from plait.bench.peer_torch import Block, Stage, TorchStack
 from plait.bench.providers import left_out, not_asked
 from plait.bench.spec import Case, CaseResult, Measured, Options, Suite, WrongResultError
-from plait.bench.timer import interleave
+from plait.bench.timer import interleave, rounds_within
 from plait.block import rotary_tables
 from plait.config import build
 from plait.launch import launch, run_in_place
@@ -145,6 +145,7 @@ def run_rank(plan: RunPlan, case: Case, options: Options, rank: Rank) -> None:
     mesh = make_mesh(plan, rank)
     ours = Trainer(plan, rank, mesh)
     peer = build_peer(plan, case, ours, mesh)
+    begun = time.monotonic()
     everyone = mesh.axis(*mesh.grid.names)
     losses: dict[str, list[float]] = {"plait": [], "torch": []}
     peer_step = iter(range(10**9))
@@ -159,8 +160,12 @@ def run_rank(plan: RunPlan, case: Case, options: Options, rank: Rank) -> None:
         losses["plait"].append(ours.loss)
 
     for _ in range(CHECKED_STEPS):
+        begun_step = time.monotonic()
         plait_step()
         torch_step()
+    took = torch.tensor([time.monotonic() - begun, time.monotonic() - begun_step])
+    spent_s, round_s = all_reduce(took, everyone, "max").tolist()  # of the slowest: all take as many rounds
+    options = rounds_within(options.budget_s, spent_s, round_s, options)
     worst = max(abs(a - b) / abs(b) for a, b in zip(losses["plait"], losses["torch"], strict=True))
     wrong = "" if worst <= LOSS_TOLERANCE else f"losses {losses}, {worst:.2e} apart"
     steps = {"plait": plait_step, "torch": torch_step}  # torch is built and checked against, also where nobody asked
@@ -247,4 +252,5 @@ def set_weight(module: nn.Module, value: Tensor) -> nn.Module:
     return module
 
 
-SUITE = Suite("train", "training steps of one model on one grid, ours and torch's own stack", cases, measure)
+ABOUT = "training steps of one model on one grid, ours and torch's own stack"
+SUITE = Suite("train", ABOUT, cases, measure, small_s=60.0, rounds=8)

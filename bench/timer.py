@@ -9,6 +9,7 @@ made, then the cache is flushed, then the clock starts; a policy that cannot be 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 import time
@@ -20,6 +21,7 @@ from typing import NamedTuple
 from plait.bench.spec import Measured, Options
 
 REUSE = 4  # L2 sizes of other bytes between two uses of a copy, at least: what makes it cold
+MIN_ROUNDS = 5  # below them an interval of the median says nothing
 POLICIES = ("hot", "cold-rotate", "cold-flush")
 
 
@@ -88,6 +90,15 @@ def sampled(
                 samples[name].append(Sample(elapsed, sensor()))
         progress(round_index + 1, total)
     return samples
+
+
+def rounds_within(budget_s: float, spent_s: float, round_s: float, options: Options) -> Options:
+    """The options with as many rounds as fit into what is left of a case's share, 0 for no limit; at least MIN_ROUNDS."""
+    if not budget_s:
+        return options
+    fitting = int((budget_s - spent_s) / round_s) - options.warmup
+    rounds = max(min(MIN_ROUNDS, options.rounds), min(options.rounds, fitting))
+    return dataclasses.replace(options, rounds=rounds)
 
 
 def interleave(

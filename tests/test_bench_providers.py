@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -59,6 +60,23 @@ def test_the_names_of_snapshots_are_those_of_its_cases(tmp_path):
     assert {name for name in named if not name.startswith(providers.OURS)} == set(providers.PROVIDERS["snapshots"])
 
 
+def test_a_default_run_is_shorter_than_a_full_one_unless_told(monkeypatch, tmp_path):
+    ran: dict[str, tuple[int, float]] = {}
+
+    def here(suite: Suite, options: Options, only: str, roof: Any) -> tuple[list[CaseResult], int]:
+        ran[suite.name] = (options.rounds, options.budget_s)
+        return [], 0
+
+    monkeypatch.setattr(runner, "run_here", here)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run"]) == 0 and list(ran) == ["ceilings", *(name for name in cli.SUITES if name != "ceilings")]
+    assert ran["train"] == (8, 60.0) and ran["pipeline"] == (6, 60.0) and ran["launch"] == (20, 0.0)
+    assert sum(seconds for _, seconds in ran.values()) <= 300.0
+    assert cli.main(["run", "train", "kernels", "--full"]) == 0
+    assert ran["train"] == (20, 0.0) and ran["kernels"] == (20, suite_kernels.BUDGET_S)
+    assert cli.main(["run", "train", "--rounds", "3", "--budget", "9"]) == 0 and ran["train"] == (3, 9.0)
+
+
 @pytest.mark.parametrize("op", CPU_SHAPES)
 def test_the_names_of_kernels_are_those_of_its_cases(op):
     case = make_case(op, {**CPU_SHAPES[op][0], "rows": 3, "tokens": 8, "elements": 9}, "float32", "cpu", False)
@@ -83,7 +101,7 @@ def test_a_name_that_no_suite_of_the_run_has_is_refused_with_those_it_has(suites
 def test_each_suite_of_a_run_takes_those_it_has(monkeypatch, tmp_path):
     ran: dict[str, tuple[str, ...]] = {}
 
-    def here(suite: Suite, options: Options, only: str) -> tuple[list[CaseResult], int]:
+    def here(suite: Suite, options: Options, only: str, roof: Any) -> tuple[list[CaseResult], int]:
         ran[suite.name] = options.providers
         return [], 0
 

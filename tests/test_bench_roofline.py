@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from plait.bench import cli, report, roofline, suite_ceilings
+from plait.bench import cli, report, roofline, runner, suite_ceilings
+from plait.bench.ceilings import beyond_measured
 from plait.bench.peaks import card_named
 from plait.bench.result_file import ResultFile, read
 from plait.bench.spec import Case, CaseResult, Measured, Options, Suite, WrongResultError
@@ -97,6 +98,58 @@ def test_the_static_suite_is_held_against_the_card_that_it_names():
     card = roofline.card_for(file_of(result(Case("c", {"card": "H200"}), 1.0), machine={}))
     assert card is H200 and roofline.card_for(file_of(machine={})) is None
     assert roofline.card_for(file_of(), "a100").multiprocessors == 108
+
+
+def run_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, machine: dict, argv: list[str], **how: float) -> int:
+    """`plait bench run` of a made-up suite beside made-up ceilings, on a made-up machine."""
+    case = Case("c", BF16, how.get("flop"), how.get("nbytes"))
+    found = {"kernels": CaseResult(case, "plait", {"plait": Measured([1e-3] * 5, "right")}, cache="cold-rotate")}
+    cases = {"ceilings": list(ceilings().cases.values())}
+
+    def load(name: str) -> Suite:
+        if name == "ceilings":
+            every = {one.case.name: one for one in cases["ceilings"]}
+            return Suite(name, "a", lambda full: [one.case for one in every.values()], lambda c, o: every[c.name])
+        return Suite(name, "about", lambda full: [case], lambda c, o: found[name])
+
+    monkeypatch.setattr(cli, "load", load)
+    monkeypatch.setattr(runner, "fingerprint", lambda: machine)
+    monkeypatch.chdir(tmp_path)
+    return cli.main(["run", *argv])
+
+
+@pytest.mark.parametrize("share, code", [(1.01, 0), (1.03, 4)])
+def test_a_run_holds_its_numbers_against_ceilings_that_it_measured_first(share, code, tmp_path, monkeypatch, capsys):
+    """Below the data sheet (4.8 TB/s) and above what this card reached (4.3)."""
+    how = {"nbytes": 4.3e9 * share}
+    assert run_with(monkeypatch, tmp_path, MACHINE, ["kernels", "ceilings"], **how) == code
+    said = capsys.readouterr()
+    assert said.out.index("ceilings: ") < said.out.index("kernels: ")
+    if code:
+        assert "103% of the measured ceiling of memory (measured on this card by suite ceilings, 20" in said.err
+        assert "likely cause: work skipped or replayed" in said.err and "INVALID" in said.out
+
+
+@pytest.mark.parametrize("how", [{"nbytes": 4.3e9 * 1.03}, {"flop": 780e9 * 1.03}])
+def test_a_run_takes_the_ceilings_of_a_file_of_this_machine(how, tmp_path, monkeypatch, capsys):
+    write(tmp_path / "out" / "ceilings.json", ceilings())
+    assert run_with(monkeypatch, tmp_path, MACHINE, ["kernels"], **how) == 0, "none are known"
+    assert run_with(monkeypatch, tmp_path, MACHINE, ["kernels", "--ceilings", "out/ceilings.json"], **how) == 4
+    assert run_with(monkeypatch, tmp_path, MACHINE, ["kernels", "--json", "out"], **how) == 4
+    capsys.readouterr()
+    other = {**MACHINE, "cores": 4}
+    assert run_with(monkeypatch, tmp_path, other, ["kernels", "--json", "out"], **how) == 0
+    assert "out/ceilings.json is of another machine, so no number is held against it" in capsys.readouterr().err
+    assert run_with(monkeypatch, tmp_path, other, ["kernels", "--ceilings", "out/ceilings.json"], **how) == 5
+    assert "plait bench ceilings" in capsys.readouterr().err
+
+
+def test_fp32_on_a_card_is_held_against_tf32_or_nothing():
+    case = Case("c", {"device": "cuda", "dtype": "float32"}, flop=100e9)
+    without = roofline.Roof("r", 4e12, {"float32": 50e12})
+    assert not beyond_measured(CaseResult(case, "", {}), 1e-3, without)
+    with_tf32 = roofline.Roof("r", 4e12, {"float32": 50e12, "tfloat32": 90e12})
+    assert "111% of the measured ceiling of arithmetic" in beyond_measured(CaseResult(case, "", {}), 1e-3, with_tf32)
 
 
 # ---- the command --------------------------------------------------------------------------------------------------

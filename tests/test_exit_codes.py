@@ -78,6 +78,11 @@ def impossible(world: World) -> list[str]:
     return ["run", "kernels"]
 
 
+def other_ceilings(world: World) -> list[str]:
+    world.suite(good)
+    return ["run", "kernels", "--ceilings", world.file("ceilings", 1.0)]
+
+
 def compare_of(head: float, *more: str, **how: Any) -> Callable[[World], list[str]]:
     base_how = {key: value for key, value in how.items() if key == "processes"}
     return lambda world: ["compare", world.file("base", 1.0, **base_how), world.file("head", head, **how), *more]
@@ -110,6 +115,7 @@ TABLE: list[tuple[str, int, str, Callable[[World], list[str]]]] = [
     ("run", 2, "an option out of range", run_of(good, "run", "kernels", "--processes", "0")),
     ("run", 4, "a wrong result", run_of(wrong)),
     ("run", 4, "a rate above the peak", impossible),
+    ("run", 5, "ceilings of another machine", other_ceilings),
     ("train", 0, "a good case", run_of(good, "train")),
     ("train", 4, "a wrong result", run_of(wrong, "train")),
     ("ceilings", 0, "a good case", run_of(good, "ceilings")),
@@ -141,7 +147,7 @@ TABLE: list[tuple[str, int, str, Callable[[World], list[str]]]] = [
 # What each command can end with besides; a command that measures cannot find machines that differ, and so on.
 CODES = {
     "list": {0},
-    "run": {0, 1, 2, 4},
+    "run": {0, 1, 2, 4, 5},
     "train": {0, 4},
     "ceilings": {0},
     "compare": {0, 1, 2, 3, 4, 5},

@@ -15,6 +15,7 @@ from plait.bench.kernel_jobs import problem_job
 from plait.bench.kernel_problems import PROBLEMS
 from plait.bench.kernel_work import PRODUCTS, WITHOUT_GRADIENT, pairs, work
 from plait.bench.spec import Case, Options
+from plait.bench.timer import rounds_within
 from tests.cases import needs_plain
 
 pytestmark = needs_plain
@@ -105,12 +106,12 @@ def test_declared_pairs_of_attention_are_the_keys_that_each_query_sees(kind):
     ],
 )
 def test_rounds_shrink_to_what_is_left_of_the_budget(budget_s, spent_s, turn_s, rounds):
-    options = suite_kernels.rounds_within(budget_s, spent_s, turn_s, Options(rounds=20, warmup=3))
+    options = rounds_within(budget_s, spent_s, turn_s, Options(rounds=20, warmup=3))
     assert options.rounds == rounds
 
 
 def test_fewer_rounds_than_the_least_stay():
-    assert suite_kernels.rounds_within(1.0, 2.0, 1.0, Options(rounds=2)).rounds == 2
+    assert rounds_within(1.0, 2.0, 1.0, Options(rounds=2)).rounds == 2
 
 
 def test_cases_past_the_budget_are_not_measured_and_say_so(monkeypatch, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -182,7 +183,7 @@ def test_the_nearest_file_counts(tmp_path):
 def test_settings_choose_the_suites_of_a_bare_run_and_the_command_line_goes_before(tmp_path, monkeypatch, capsys):
     ran: list[tuple[str, float, tuple[str, ...]]] = []
 
-    def here(suite: Suite, options: Options, only: str) -> tuple[list[CaseResult], int]:
+    def here(suite: Suite, options: Options, only: str, roof: Any) -> tuple[list[CaseResult], int]:
         ran.append((suite.name, options.budget_s, options.providers))
         return RESULTS[:1], 0
 

@@ -23,8 +23,7 @@ from plait.bench.result_file import ResultFile
 from plait.bench.runner import measured as measured_case
 from plait.bench.spec import Case, CaseResult, Measured, Options, Suite, WrongResultError
 from plait.bench.stats import paired_ratio
-from plait.bench.suite_kernels import rounds_within
-from plait.bench.timer import REUSE, check_policy, copies_for, record, sampled, warm_up
+from plait.bench.timer import REUSE, check_policy, copies_for, record, rounds_within, sampled, warm_up
 from plait.bench.verdict import Paired, Rule, Verdict, confirmed, decide
 from plait.kernels import rms_norm_ref
 from plait.kernels.gate import Rule as CodeRule

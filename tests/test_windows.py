@@ -381,7 +381,7 @@ def test_a_card_is_asked_through_torch_cuda(monkeypatch):
 def test_the_policy_comes_from_the_command_line_or_toml(monkeypatch, tmp_path, capsys):
     ran: list[tuple[str, str]] = []
 
-    def here(suite: Suite, options: Options, only: str) -> tuple[list[CaseResult], int]:
+    def here(suite: Suite, options: Options, only: str, roof: Any) -> tuple[list[CaseResult], int]:
         ran.append((suite.name, options.cache))
         return [], 0
 
