@@ -93,7 +93,7 @@ def sampled(
 
 
 def rounds_within(budget_s: float, spent_s: float, round_s: float, options: Options) -> Options:
-    """The options with as many rounds as fit into what is left of a case's share, 0 for no limit; at least MIN_ROUNDS."""
+    """The options with the rounds that fit into what is left of a budget (0: no limit), MIN_ROUNDS at least."""
     if not budget_s:
         return options
     fitting = int((budget_s - spent_s) / round_s) - options.warmup
