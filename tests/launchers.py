@@ -1,12 +1,13 @@
 """Runs `plait train` as a process of its own without paying for imports each time: `start(["--steps", "4"])`.
 
-Not here: any test. The one idea: a server process imports torch and plait once and forks a fresh `plait train` per
-request, with its output on a pipe that the test passes over. The server never computes, so that a fork copies no
-threads; all of its children end with it, and it ends with the process that made it.
+Not here: any test. The one idea: a server process imports torch, plait and matplotlib once and forks a fresh `plait
+train`, or a program given as text, per request, with its output on a pipe that the test passes over. The server has
+one thread, so that a fork copies no others; its children end with it, and it ends with the process that made it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import json
@@ -17,8 +18,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import traceback
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO
 
 PR_SET_PDEATHSIG = 1
@@ -27,11 +30,12 @@ END_S = 120  # a bound against a hanging test, never a measure
 
 @dataclass
 class Running:
-    """One `plait train`: its process id, what it has said so far, and its ranks' process ids once it said them."""
+    """One process: its id, what it has said so far, its ranks' process ids once it said them, how it ended."""
 
     pid: int
     out: IO[str]
     lines: list[str] = field(default_factory=list)
+    status: int | None = None  # exit code or minus the signal, once it was waited for
 
     def read_until(self, pattern: str) -> re.Match[str] | None:
         """Reads lines until one matches; None when the output ends first."""
@@ -55,22 +59,24 @@ class Running:
 
     def wait(self) -> int:
         """Waits for the end and reads nothing: exit code or minus the signal."""
-        return int(_ask({"wait": self.pid})["status"])
+        if self.status is None:
+            self.status = int(_ask({"wait": self.pid})["status"])
+        return self.status
 
 
-def start(argv: list[str]) -> Running:
-    """Starts `plait train ARGV`."""
-    read, write = os.pipe()
-    try:
-        pid = _ask({"argv": argv}, [write])["pid"]
-    finally:
-        os.close(write)
-    return Running(pid, os.fdopen(read, "r"))
+def start(argv: list[str], evaluate: int = 1) -> Running:
+    """Starts `plait train ARGV`, which evaluates so many held-out batches at its end instead of EVAL_BATCHES."""
+    return _begin({"argv": argv, "evaluate": evaluate})
 
 
 def train(argv: list[str]) -> tuple[int, str]:
     """Runs `plait train ARGV` to its end: (exit code, output)."""
     return start(argv).finish()
+
+
+def program(code: str) -> Running:
+    """Starts what `python -P -c CODE` would, with torch and plait imported already."""
+    return _begin({"code": code})
 
 
 def assert_gone(pids: list[int]) -> None:
@@ -83,6 +89,15 @@ def assert_gone(pids: list[int]) -> None:
         readable, _, _ = select.select([fd], [], [], END_S)
         os.close(fd)
         assert readable, f"process {pid} still runs"
+
+
+def _begin(request: dict) -> Running:
+    read, write = os.pipe()
+    try:
+        pid = _ask(request, [write])["pid"]
+    finally:
+        os.close(write)
+    return Running(pid, os.fdopen(read, "r"))
 
 
 def _ask(request: dict, fds: list[int] | None = None) -> dict:
@@ -107,9 +122,12 @@ def _serve(channel: socket.socket) -> None:
     """The server's loop; ends when the other side does."""
     import plait.train  # noqa: F401 - imported for all children
     from plait.launch import preload
-    from plait.train_cli import main
+    from plait.view import write_plot
 
     preload()
+    with tempfile.TemporaryDirectory() as folder:
+        write_plot(Path(folder), [1], [1.0], None)  # matplotlib and its fonts: a second of each run otherwise
+    assert len(os.listdir("/proc/self/task")) == 1, "a server with threads must not fork"
     _die_with_parent()
     while True:
         data, fds, _, _ = socket.recv_fds(channel, 1 << 16, 1)
@@ -133,14 +151,30 @@ def _serve(channel: socket.socket) -> None:
                 os.close(fds[0])
                 sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
                 sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-                status = main(request["argv"])
+                status = _child(request)
             except BaseException:
                 traceback.print_exc()
             finally:
-                sys.stdout.flush()
+                with contextlib.suppress(OSError):  # as where the reader has gone
+                    sys.stdout.flush()
                 os._exit(status)
         os.close(fds[0])
         channel.send(json.dumps({"pid": pid}).encode())
+
+
+def _child(request: dict) -> int:
+    """What a forked process does; returns its exit code."""
+    if "code" in request:
+        try:
+            exec(compile(request["code"], "<program>", "exec"), {"__name__": "__main__"})
+        except SystemExit as end:
+            return int(end.code or 0)
+        return 0
+    import plait.train
+    from plait.train_cli import main
+
+    plait.train.EVAL_BATCHES = request["evaluate"]
+    return main(request["argv"])
 
 
 def _die_with_parent() -> None:

@@ -1,30 +1,33 @@
 """The launcher: it ends all ranks as one, says who failed and why, and leaves no process, however it ends.
 
-Each case runs a small program in a fresh interpreter, because a launcher forks before torch is used. Nothing waits
-by the clock: tests read lines and wait for processes to end.
+Each case runs a small program in a fresh process with one thread, because a launcher forks before torch is used.
+Nothing waits by the clock: tests read lines and wait for processes to end.
 """
 
 from __future__ import annotations
 
 import os
-import select
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from plait.launch import KILL_GRACE_S
+from tests import launchers
+from tests.launchers import assert_gone
+
 pytestmark = pytest.mark.ranks
 
 HEAD = """
 import os, signal, sys, time
 import torch
+import plait.launch
 from plait.launch import launch
 from plait.view import PlainView
 signal.signal(signal.SIGHUP, signal.{hangup})
+plait.launch.KILL_GRACE_S = {grace}
 def wait():
     while True:
         signal.pause()
@@ -33,58 +36,36 @@ def hang():  # as a collective does: no Python runs
     wait()
 """
 TAIL = "\nsys.exit(launch(program, {world}, PlainView(sys.stdout), stop_bound_s={bound}))\n"
-END_S = 60  # a bound against a hanging test, never a measure
+SHORT_S = 0.3  # grace where peers hang and have nothing to say
 
 
 @contextmanager
 def launched(
-    body: str, world: int = 3, bound: float = 30.0, hangup: str = "SIG_DFL"
-) -> Iterator[subprocess.Popen[str]]:
+    body: str, world: int = 3, bound: float = 30.0, hangup: str = "SIG_DFL", grace: float = KILL_GRACE_S
+) -> Iterator[launchers.Running]:
     """A launcher that runs `body` (defines `program`); killed at the end if it still runs. hangup: what it was told
-    to do with SIGHUP; nohup says SIG_IGN."""
-    code = HEAD.format(hangup=hangup) + body + TAIL.format(world=world, bound=bound)
-    with subprocess.Popen(
-        [sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
-    ) as process:
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                process.kill()
+    to do with SIGHUP; nohup says SIG_IGN. grace: seconds until survivors of a dead rank are killed."""
+    head = HEAD.format(hangup=hangup, grace=grace)
+    process = launchers.program(head + body + TAIL.format(world=world, bound=bound))
+    try:
+        yield process
+    finally:
+        if process.status is None:
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+        process.out.close()
 
 
-def read_until(process: subprocess.Popen[str], marks: list[str]) -> list[str]:
+def read_until(process: launchers.Running, marks: list[str]) -> list[str]:
     """Lines until each mark was seen once."""
-    assert process.stdout is not None
     left, lines = list(marks), []
     while left:
-        line = process.stdout.readline()
-        assert line, f"ended without {left}; said {lines}"
+        line = process.out.readline()
+        assert line, f"ended without {left}; said {process.lines}"
         lines.append(line.rstrip())
+        process.lines.append(lines[-1])
         left = [mark for mark in left if mark not in line]
     return lines
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    out, _ = process.communicate(timeout=END_S)
-    return process.returncode, out
-
-
-def pids_of(lines: list[str]) -> list[int]:
-    (line,) = [line for line in lines if line.startswith("ranks: pids ")]
-    return [int(word) for word in line.split()[2:]]
-
-
-def assert_gone(pids: list[int]) -> None:
-    """Waits until each process has ended (a pidfd tells), then checks that it has."""
-    for pid in pids:
-        try:
-            fd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue
-        readable, _, _ = select.select([fd], [], [], END_S)
-        os.close(fd)
-        assert readable, f"process {pid} still runs"
 
 
 def test_all_ranks_return() -> None:
@@ -99,7 +80,7 @@ def program(rank):
     rank.disconnect()
 """
     with launched(body) as process:
-        status, out = finish(process)
+        status, out = process.finish()
     assert status == 0, out
     for rank in range(3):
         assert f"[rank {rank}] to stdout {rank}" in out
@@ -114,10 +95,10 @@ def program(rank):
         raise ValueError("the weights are blue")
     hang()
 """
-    with launched(body) as process:
-        lines = read_until(process, ["ranks: pids"])
-        status, out = finish(process)
-        assert_gone(pids_of(lines))
+    with launched(body, grace=SHORT_S) as process:
+        read_until(process, ["ranks: pids"])
+        status, out = process.finish()
+        assert_gone(process.rank_pids)
     assert status == 1
     assert "rank 1 (pid" in out and "exited with status 1; its last error: ValueError: the weights are blue" in out
     assert "the other ranks were stopped" in out
@@ -132,14 +113,13 @@ def program(rank):
     print("about to wait", rank.rank)
     wait()
 """
-    with launched(body) as process:
-        lines = read_until(process, ["ranks: pids"] + [f"about to wait {rank}" for rank in range(3)])
-        pids = pids_of(lines)
-        os.kill(pids[2], number)
-        status, out = finish(process)
-        assert_gone(pids)
+    with launched(body, grace=SHORT_S) as process:
+        read_until(process, ["ranks: pids"] + [f"about to wait {rank}" for rank in range(3)])
+        os.kill(process.rank_pids[2], number)
+        status, out = process.finish()
+        assert_gone(process.rank_pids)
     assert status == 1
-    assert f"rank 2 (pid {pids[2]}) was killed by {number.name}; its last line: about to wait 2" in out
+    assert f"rank 2 (pid {process.rank_pids[2]}) was killed by {number.name}; its last line: about to wait 2" in out
 
 
 def test_the_first_to_fail_is_named_not_the_peers_that_lost_it() -> None:
@@ -153,26 +133,26 @@ def program(rank):
     torch.distributed.all_reduce(torch.ones(()))
 """
     with launched(body) as process:
-        lines = read_until(process, ["ranks: pids"] + [f"joined {rank}" for rank in range(3)])
-        os.kill(pids_of(lines)[0], signal.SIGKILL)
-        status, out = finish(process)
+        read_until(process, ["ranks: pids"] + [f"joined {rank}" for rank in range(3)])
+        os.kill(process.rank_pids[0], signal.SIGKILL)
+        status, out = process.finish()
     assert status == 1
     assert "rank 0 (pid" in out.splitlines()[-1] and "was killed by SIGKILL" in out.splitlines()[-1]
 
 
 def test_a_rank_that_leaves_without_a_word() -> None:
-    with launched("def program(rank):\n    os._exit(7) if rank.rank == 2 else hang()\n") as process:
-        status, out = finish(process)
+    with launched("def program(rank):\n    os._exit(7) if rank.rank == 2 else hang()\n", grace=SHORT_S) as process:
+        status, out = process.finish()
     assert status == 1 and "rank 2 (pid" in out and "exited with status 7" in out
 
 
 def test_ranks_die_with_a_killed_launcher() -> None:
     body = "def program(rank):\n    print('up', rank.rank)\n    hang()\n"
     with launched(body) as process:
-        pids = pids_of(read_until(process, ["ranks: pids", "up 0", "up 1", "up 2"]))
-        process.kill()
-        process.wait(timeout=END_S)
-        assert_gone(pids)
+        read_until(process, ["ranks: pids", "up 0", "up 1", "up 2"])
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        assert_gone(process.rank_pids)
 
 
 UNTIL_ASKED = """
@@ -188,10 +168,10 @@ def program(rank):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_asks_every_rank_to_stop_and_exit_is_0(tmp_path: Path, number: signal.Signals) -> None:
     with launched(UNTIL_ASKED.format(folder=tmp_path)) as process:
-        pids = pids_of(read_until(process, ["ranks: pids", "up 0", "up 1", "up 2"]))
-        process.send_signal(number)
-        status, out = finish(process)
-        assert_gone(pids)
+        read_until(process, ["ranks: pids", "up 0", "up 1", "up 2"])
+        os.kill(process.pid, number)
+        status, out = process.finish()
+        assert_gone(process.rank_pids)
     assert status == 0, out
     assert f"{number.name}: finishing the step" in out
     assert all(f"saved {rank}" in out for rank in range(3))
@@ -200,13 +180,12 @@ def test_a_signal_asks_every_rank_to_stop_and_exit_is_0(tmp_path: Path, number: 
 def test_a_closed_terminal_is_a_request_to_stop_for_launcher_and_ranks(tmp_path: Path) -> None:
     """SIGHUP ended all at once without a save. It comes to the whole process group, maybe twice, with no output."""
     with launched(UNTIL_ASKED.format(folder=tmp_path)) as process:
-        pids = pids_of(read_until(process, ["ranks: pids", "up 0", "up 1", "up 2"]))
-        assert process.stdout is not None
-        process.stdout.close()
-        for pid in (*pids, process.pid, process.pid):
+        read_until(process, ["ranks: pids", "up 0", "up 1", "up 2"])
+        process.out.close()
+        for pid in (*process.rank_pids, process.pid, process.pid):
             os.kill(pid, signal.SIGHUP)
-        assert process.wait(timeout=END_S) == 0
-        assert_gone(pids)
+        assert process.wait() == 0
+        assert_gone(process.rank_pids)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["saved-0", "saved-1", "saved-2"]
 
 
@@ -221,14 +200,14 @@ def program(rank):
         time.sleep(0.01)
 """
     with launched(body) as process:
-        pids = pids_of(read_until(process, ["ranks: pids", "up 0", "up 1", "up 2"]))
+        read_until(process, ["ranks: pids", "up 0", "up 1", "up 2"])
         for _ in range(2):
-            process.send_signal(signal.SIGUSR1)
+            os.kill(process.pid, signal.SIGUSR1)
             lines = read_until(process, ["SIGUSR1: a snapshot", "wish of 0"])
             assert not any("wish of 1" in line for line in lines)
-        os.kill(pids[2], signal.SIGUSR1)
-        process.terminate()
-        status, out = finish(process)
+        os.kill(process.rank_pids[2], signal.SIGUSR1)
+        os.kill(process.pid, signal.SIGTERM)
+        status, out = process.finish()
     assert status == 0 and "wish of 1" not in out and "killed" not in out, out
 
 
@@ -243,13 +222,13 @@ def program(rank):
 """
     with launched(body.format(folder=tmp_path)) as process:
         read_until(process, ["ranks: pids", "up 0", "up 1", "up 2"])
-        process.send_signal(signal.SIGINT)
+        os.kill(process.pid, signal.SIGINT)
         read_until(process, ["SIGINT: finishing"])
-        process.send_signal(signal.SIGHUP)
+        os.kill(process.pid, signal.SIGHUP)
         while "State:\tS" not in (text := Path(f"/proc/{process.pid}/status").read_text()) or pending(text):
             pass  # until the launcher has taken the signal and waits again
         (tmp_path / "go").touch()
-        status, out = finish(process)
+        status, out = process.finish()
     assert status == 0 and all(f"saved {rank}" in out for rank in range(3)), out
 
 
@@ -260,11 +239,11 @@ def pending(status: str) -> bool:
 
 def test_under_nohup_a_hangup_changes_nothing(tmp_path: Path) -> None:
     with launched(UNTIL_ASKED.format(folder=tmp_path), hangup="SIG_IGN") as process:
-        pids = pids_of(read_until(process, ["ranks: pids", "up 0", "up 1", "up 2"]))
-        for pid in (process.pid, *pids):
+        read_until(process, ["ranks: pids", "up 0", "up 1", "up 2"])
+        for pid in (process.pid, *process.rank_pids):
             os.kill(pid, signal.SIGHUP)
-        process.terminate()
-        status, out = finish(process)
+        os.kill(process.pid, signal.SIGTERM)
+        status, out = process.finish()
     assert status == 0 and "SIGTERM: finishing" in out and "SIGHUP" not in out
 
 
@@ -272,11 +251,10 @@ def test_a_reader_that_leaves_ends_the_run_after_a_save(tmp_path: Path) -> None:
     """The launcher once died of the broken pipe, and with it the ranks."""
     body = UNTIL_ASKED.format(folder=tmp_path).replace("time.sleep(0.01)", "print('more')")
     with launched(body) as process:
-        pids = pids_of(read_until(process, ["ranks: pids", "up 0", "up 1", "up 2"]))
-        assert process.stdout is not None
-        process.stdout.close()
-        assert process.wait(timeout=END_S) == 128 + signal.SIGPIPE
-        assert_gone(pids)
+        read_until(process, ["ranks: pids", "up 0", "up 1", "up 2"])
+        process.out.close()
+        assert process.wait() == 128 + signal.SIGPIPE
+        assert_gone(process.rank_pids)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["saved-0", "saved-1", "saved-2"]
 
 
@@ -284,7 +262,7 @@ def test_output_that_cannot_be_written_ends_the_run_after_a_save(tmp_path: Path)
     """As on a full disk that holds the log."""
     body = UNTIL_ASKED.format(folder=tmp_path) + "\nos.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
     with launched(body) as process:
-        status, out = finish(process)
+        status, out = process.finish()
     assert status == 1 and "the output cannot be written" in out and "No space left on device" in out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["saved-0", "saved-1", "saved-2"]
 
@@ -300,7 +278,7 @@ def program(rank):
     torch.distributed.all_reduce(torch.ones(()))
 """
     with launched(body) as process:
-        status, out = finish(process)
+        status, out = process.finish()
     assert status == 1 and out.count("Traceback") == 1, out
     assert "[rank 1] ValueError: the weights are blue" in out
     for rank in (0, 2):
@@ -312,7 +290,7 @@ def program(rank):
 def test_one_error_on_all_ranks_is_printed_once() -> None:
     body = "def program(rank):\n    raise RuntimeError('the loss is nan')\n"
     with launched(body) as process:
-        status, out = finish(process)
+        status, out = process.finish()
     assert status == 1 and out.count("Traceback") == 1, out
     assert out.count("failed in the same way (RuntimeError: the loss is nan)") >= 1
 
@@ -321,7 +299,7 @@ def test_one_failure_in_each_rank_s_own_words_is_printed_once() -> None:
     """A disk that is full for all, each with its own file and size, once filled two screens with tracebacks."""
     body = "def program(rank):\n    raise OSError(28, f'{rank.rank} bytes are needed', f'r{rank.rank}')\n"
     with launched(body) as process:
-        status, out = finish(process)
+        status, out = process.finish()
     assert status == 1 and out.count("Traceback") == 1, out
     for line in [line for line in out.splitlines() if "failed in the same way" in line]:
         rank = line[6]
@@ -342,7 +320,7 @@ def program(rank):
         raise ValueError("no room for 7 bytes")
 """
     with launched(body) as process:
-        status, out = finish(process)
+        status, out = process.finish()
     assert status == 1 and out.count("Traceback") == 1, out
     assert "[rank 1] ValueError: no room for 7 bytes" in out
     assert "[rank 0] stopped, because a peer failed (RuntimeError: rank 1 could not write: no room for 7" in out
@@ -362,7 +340,7 @@ def program(rank):
     hang()
 """
     with launched(body) as process:
-        status, out = finish(process)
+        status, out = process.finish()
     assert status == 1 and out.count("Traceback") == 2, out
     assert "[rank 1] ValueError: the weights are blue" in out and "[rank 2] KeyError: 'green'" in out
     assert "rank 1 (pid" in out.splitlines()[-1]
@@ -376,28 +354,28 @@ def program(rank):
     raise error
 """
     with launched(body, world=1) as process:
-        status, out = finish(process)
+        status, out = process.finish()
     assert status == 1
     assert "its last error: ValueError: the weights are blue (and closing failed)" in out.splitlines()[-1]
 
 
 def test_a_rank_that_does_not_stop_in_time_is_killed() -> None:
     with launched("def program(rank):\n    print('up', rank.rank)\n    hang()\n", bound=0.1) as process:
-        pids = pids_of(read_until(process, ["ranks: pids", "up 0", "up 1", "up 2"]))
-        process.terminate()
-        status, out = finish(process)
-        assert_gone(pids)
+        read_until(process, ["ranks: pids", "up 0", "up 1", "up 2"])
+        os.kill(process.pid, signal.SIGTERM)
+        status, out = process.finish()
+        assert_gone(process.rank_pids)
     assert status == 1 and "ranks 0, 1, 2 did not stop within 0.1 s" in out
 
 
 def test_a_second_signal_ends_at_once() -> None:
     with launched("def program(rank):\n    print('up', rank.rank)\n    hang()\n") as process:
-        pids = pids_of(read_until(process, ["ranks: pids", "up 0", "up 1", "up 2"]))
-        process.terminate()
+        read_until(process, ["ranks: pids", "up 0", "up 1", "up 2"])
+        os.kill(process.pid, signal.SIGTERM)
         read_until(process, ["SIGTERM: finishing"])
-        process.terminate()
-        status, out = finish(process)
-        assert_gone(pids)
+        os.kill(process.pid, signal.SIGTERM)
+        status, out = process.finish()
+        assert_gone(process.rank_pids)
     assert status == 128 + signal.SIGTERM and "second signal" in out
 
 
@@ -409,15 +387,14 @@ def program(rank):
         print("more")
 """
     with launched(body, bound=0.5) as process:
-        pids = pids_of(read_until(process, ["ranks: pids"]))
-        assert process.stdout is not None
-        process.stdout.close()
-        assert process.wait(timeout=END_S) != 0
-        assert_gone(pids)
+        read_until(process, ["ranks: pids"])
+        process.out.close()
+        assert process.wait() != 0
+        assert_gone(process.rank_pids)
 
 
 def test_a_long_line_without_an_end_is_not_lost() -> None:
     body = "def program(rank):\n    sys.stdout.write('x' * 200000 + 'end')\n"
     with launched(body, world=1) as process:
-        status, out = finish(process)
+        status, out = process.finish()
     assert status == 0 and "x" * 200000 + "end" in out

@@ -17,12 +17,13 @@ import pytest
 
 from plait.ckpt import cli as snapshot_cli
 from plait.parallel import cli as schedule_cli
+from plait.plan import EVAL_BATCHES
 from plait.train_cli import main
 from tests import launchers
 
 pytestmark = pytest.mark.ranks
 
-SMALL = "--seq 16 --global-batch 8 --micro-batch 1 --save-every 100"
+SMALL = "--seq 16 --global-batch 8 --micro-batch 2 --save-every 100"
 
 
 def run(flags: str) -> str:
@@ -175,7 +176,7 @@ def test_a_signal_during_the_evaluation_ends_it_at_a_batch_with_exit_0(tmp_path:
     On the grid one rank alone is asked, so that all stop at one batch only if they agree on it.
     """
     flags = f"--global-batch 64 --micro-batch 8 --seq 64 --mesh {mesh} --steps 1 --out {tmp_path / 'run'}"
-    running = launchers.start(flags.split())
+    running = launchers.start(flags.split(), evaluate=EVAL_BATCHES)
     assert running.read_until("snapshot 1 durable")
     os.kill(running.pid if mesh == "dp=1" else running.rank_pids[1], signal.SIGTERM)
     status, out = running.finish()
@@ -280,7 +281,7 @@ def test_resume_none_and_a_step_that_is_not_there(tmp_path: Path, capsys: pytest
     [
         ("--mesh dp=2,pp=3,tp=3", "--mesh dp=2,pp=3,tp=3: tp is 3; it must divide num_heads"),
         ("--mesh pp=8", "--mesh pp=8: num_stages is 8; it must be in [1, 4]"),
-        ("--mesh dp=3", "--mesh dp=3, --global-batch 8, --micro-batch 1: global_batch is 8"),
+        ("--mesh dp=3", "--mesh dp=3, --global-batch 8, --micro-batch 2: global_batch is 8"),
         ("--mesh dp=2,tp=", "--mesh dp=2,tp=: cannot read 'tp='"),
         ("--preset giant", "--preset 'giant' is unknown"),
     ],
