@@ -1,39 +1,71 @@
 // Memory that direct I/O accepts. Not a pool: one block, taken on first use.
+//
+// The one idea: whole huge pages. A device moves a block of them by a few long
+// descriptors; scattered 4 KiB pages take it about twice as long.
 #ifndef PLAIT_CSRC_ALIGNED_BUFFER_HPP_
 #define PLAIT_CSRC_ALIGNED_BUFFER_HPP_
 
-#include <cstdlib>
-#include <memory>
-#include <new>
+#include <sys/mman.h>
 
+#include <cerrno>
+#include <string>
+#include <utility>
+
+#include "errors.hpp"
 #include "file.hpp"
 
 namespace plait {
 
-// Owns `bytes` (a multiple of kDirectAlignment) from the first data() on; used
-// by one thread at a time. Throws std::bad_alloc.
+constexpr size_t kHugePageBytes = size_t{2} << 20;
+
+// Owns `bytes` (a multiple of kDirectAlignment) of anonymous memory from the
+// first data() on, at a huge-page boundary; used by one thread at a time.
+// Throws std::system_error when there is no memory.
 class AlignedBuffer {
  public:
   explicit AlignedBuffer(size_t bytes) : bytes_(bytes) {}
+  ~AlignedBuffer() {
+    if (data_ != nullptr) {
+      ::munmap(data_, bytes_);
+    }
+  }
+  AlignedBuffer(AlignedBuffer&& other) noexcept
+      : bytes_(other.bytes_), data_(std::exchange(other.data_, nullptr)) {}
+  AlignedBuffer(const AlignedBuffer&) = delete;
+  AlignedBuffer& operator=(const AlignedBuffer&) = delete;
+
+  size_t bytes() const { return bytes_; }
 
   char* data() {
-    if (!memory_) {
-      memory_.reset(
-          static_cast<char*>(std::aligned_alloc(kDirectAlignment, bytes_)));
-      if (!memory_) {
-        throw std::bad_alloc();
-      }
+    if (data_ == nullptr) {
+      data_ = map();
+      // A wish: without transparent huge pages small ones do.
+      ::madvise(data_, bytes_, MADV_HUGEPAGE);
     }
-    return memory_.get();
+    return data_;
   }
 
  private:
-  struct Free {
-    void operator()(char* memory) const { std::free(memory); }
-  };
+  // Maps one huge page more and gives the unaligned ends back.
+  char* map() const {
+    void* memory = ::mmap(nullptr, bytes_ + kHugePageBytes,
+                          PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
+                          -1, 0);
+    if (memory == MAP_FAILED) {
+      throw_errno(errno, "mmap", std::to_string(bytes_) + " bytes of memory");
+    }
+    char* const begin = static_cast<char*>(memory);
+    const auto address = reinterpret_cast<uintptr_t>(begin);
+    const size_t before = round_up(address, kHugePageBytes) - address;
+    if (before > 0) {
+      ::munmap(begin, before);
+    }
+    ::munmap(begin + before + bytes_, kHugePageBytes - before);
+    return begin + before;
+  }
 
   size_t bytes_;
-  std::unique_ptr<char, Free> memory_;
+  char* data_ = nullptr;
 };
 
 // True when direct I/O may use this address and length.

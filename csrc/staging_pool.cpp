@@ -1,15 +1,11 @@
 #include "staging_pool.hpp"
 
-#include <sys/mman.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
-#include "errors.hpp"
 #include "file.hpp"
 #include "workers.hpp"
 
@@ -19,29 +15,6 @@ namespace {
 // A task's share: small enough to balance the threads, and below this in total
 // starting a thread costs more than the copy.
 constexpr uint64_t kTaskBytes = uint64_t{4} << 20;
-
-// Maps `bytes` at a huge-page boundary: takes one huge page more and gives the
-// unaligned ends back.
-char* map_aligned(size_t bytes) {
-  const size_t mapped = bytes + kHugePageBytes;
-  void* memory = ::mmap(nullptr, mapped, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED) {
-    throw_errno(errno, "mmap",
-                "staging pool of " + std::to_string(bytes) + " bytes");
-  }
-  char* const begin = static_cast<char*>(memory);
-  const auto address = reinterpret_cast<uintptr_t>(begin);
-  const size_t before = round_up(address, kHugePageBytes) - address;
-  const size_t after = kHugePageBytes - before;
-  if (before > 0) {
-    ::munmap(begin, before);
-  }
-  if (after > 0) {
-    ::munmap(begin + before + bytes, after);
-  }
-  return begin + before;
-}
 
 std::unique_ptr<CudaDriver> driver_if(bool pin) {
   if (!pin) {
@@ -59,25 +32,18 @@ std::unique_ptr<CudaDriver> driver_if(bool pin) {
 
 HugeMapping::HugeMapping(size_t bytes, int threads,
                          std::unique_ptr<CudaDriver> pin)
-    : bytes_(bytes), data_(map_aligned(bytes)), pin_(std::move(pin)) {
-  try {
-    // A wish: without transparent huge pages the pool works, in small ones.
-    ::madvise(data_, bytes_, MADV_HUGEPAGE);
-    constexpr size_t kPage = 4096;
-    Workers workers(threads, "plait-fault", bytes_ / kHugePageBytes,
-                    [this](int, uint64_t task) {
-                      char* const begin = data_ + task * kHugePageBytes;
-                      for (size_t i = 0; i < kHugePageBytes; i += kPage) {
-                        static_cast<volatile char*>(begin)[i] = 0;
-                      }
-                    });
-    workers.close();
-    if (pin_) {
-      pin_->host_register(data_, bytes_);
-    }
-  } catch (...) {
-    ::munmap(data_, bytes_);
-    throw;
+    : memory_(bytes), data_(memory_.data()), pin_(std::move(pin)) {
+  constexpr size_t kPage = 4096;
+  Workers workers(threads, "plait-fault", bytes / kHugePageBytes,
+                  [this](int, uint64_t task) {
+                    char* const begin = data_ + task * kHugePageBytes;
+                    for (size_t i = 0; i < kHugePageBytes; i += kPage) {
+                      static_cast<volatile char*>(begin)[i] = 0;
+                    }
+                  });
+  workers.close();
+  if (pin_) {
+    pin_->host_register(data_, bytes);
   }
 }
 
@@ -89,7 +55,6 @@ HugeMapping::~HugeMapping() {
       // The driver was shut down first and has unpinned everything itself.
     }
   }
-  ::munmap(data_, bytes_);
 }
 
 StagingPool::StagingPool(uint64_t capacity_bytes, int threads, bool pin)

@@ -13,11 +13,10 @@
 #include <mutex>
 #include <vector>
 
+#include "aligned_buffer.hpp"
 #include "cuda_driver.hpp"
 
 namespace plait {
-
-constexpr size_t kHugePageBytes = size_t{2} << 20;
 
 // Owns anonymous memory, aligned to and a multiple of a huge page, and its
 // registration with the driver when one is given.
@@ -29,11 +28,11 @@ class HugeMapping {
   HugeMapping& operator=(const HugeMapping&) = delete;
 
   char* data() const { return data_; }
-  size_t bytes() const { return bytes_; }
+  size_t bytes() const { return memory_.bytes(); }
 
  private:
-  size_t bytes_;
-  char* data_;
+  AlignedBuffer memory_;
+  char* const data_;
   std::unique_ptr<CudaDriver> pin_;
 };
 
