@@ -128,7 +128,14 @@ WIDE_WARPS = {
     ("forward", 100, 128, True): 8,
     ("dq", 80, 128, True): 8,
     ("dkdv", 80, 128, False): 2,
+    ("dkdv", 80, 128, True): 16,
     ("dkdv", 100, 128, False): 2,
+    ("forward", 100, 256, False): 8,
+    ("dq", 80, 256, False): 8,
+    ("dq", 80, 256, True): 8,
+    ("dkdv", 80, 256, True): 8,
+    ("dkdv", 90, 256, True): 8,
+    ("dkdv", 100, 256, True): 8,
 }
 # By (kernel, arch, width, class of derived_tile).
 MEASURED = measured("attention", Tile)

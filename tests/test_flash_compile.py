@@ -8,7 +8,7 @@ import torch
 
 from plait.kernels import flash_points
 from plait.kernels.attention_plain import Options
-from plait.kernels.flash_tiles import TILES, Choice, delta_rows, fits_descriptor, tile_of
+from plait.kernels.flash_tiles import TILES, WIDE_TILES, Choice, delta_rows, fits_descriptor, tile_of
 from plait.kernels.gate import judge, rule_of
 from plait.kernels.inspect import Facts, compile_offline
 from plait.kernels.launch import arch_of
@@ -77,7 +77,8 @@ def test_the_wider_head_dim_and_the_switches_choose_the_tile():
     assert tile_of("dq", q, q, v, plain._replace(softcap=3.0), 80) == choice.bounded
     assert tile_of("dq", q, q, v, plain._replace(softcap=3.0, dropout_p=0.5), 80) == choice.dropout
     wide = q.float(), q.float(), v.float()
-    assert tile_of("dq", *wide, plain, 80) == tile_of("dkdv", *wide, plain, 100)
+    assert tile_of("dq", *wide, plain, 90) == tile_of("dkdv", *wide, plain, 100) == WIDE_TILES[-1][1]
+    assert tile_of("dq", *wide, plain, 80) == WIDE_TILES[-1][1]._replace(num_warps=8)  # four spill
     # 80 channels of 128 are masked.
     masked = _choice("dkdv", 128)
     assert tile_of("dkdv", padded, padded, padded, plain, 80) == masked.ragged != masked.plain
