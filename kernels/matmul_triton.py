@@ -59,12 +59,15 @@ def load_operand(
         rows = tl.arange(0, BLOCK_OUTER)
         cols = tl.arange(0, BLOCK_INNER)
         start = source + tl.cast(outer, tl.int64) * stride_outer + tl.cast(inner, tl.int64) * stride_inner
-        offsets = rows.to(tl.int64)[:, None] * stride_outer + cols.to(tl.int64)[None, :] * stride_inner
-        mask = (outer + rows < num_outer)[:, None] & (inner + cols < num_inner)[None, :]
+        # Transposed by its two ranges and not as a whole: AMD's compiler has no transpose of pointers.
+        along, across = rows.to(tl.int64) * stride_outer, cols.to(tl.int64) * stride_inner
+        in_rows, in_cols = outer + rows < num_outer, inner + cols < num_inner
         if INNER:
-            return tl.load(start + offsets, mask=mask, other=0.0)
+            mask = in_rows[:, None] & in_cols[None, :]
+            return tl.load(start + (along[:, None] + across[None, :]), mask=mask, other=0.0)
         else:  # read as it lies, so that the copy to shared memory is wide and asynchronous
-            return tl.load((start + offsets).T, mask=mask.T, other=0.0).T
+            mask = in_cols[:, None] & in_rows[None, :]
+            return tl.load(start + (across[:, None] + along[None, :]), mask=mask, other=0.0).T
 
 
 @triton.jit
