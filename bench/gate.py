@@ -32,7 +32,10 @@ from plait.kernels import pinned
 from plait.kernels.gate import default_points
 
 ROOT = Path(__file__).resolve().parent.parent
-TOOLS = ("inspect.py", "gate.py", "pinned.py", "pinned_code.py", "pinned_ir.py", "pinned_work.py", "pinned.json")
+TOOLS = (
+    "inspect.py", "gate.py", "pinned.py", "pinned_amd.py", "pinned_code.py", "pinned_ir.py", "pinned_work.py",
+    "pinned.json", "roof.py",
+)  # fmt: skip
 # Run in the base's tree: prints the row of every point on stdin that it has, one a line.
 ROWS = """
 import json, sys

@@ -127,7 +127,7 @@ CARDS = (
         256 << 20,
         "AMD MI300X data sheet",
         _READ,
-        "",
+        "gfx942",
         "L2 is the last-level cache",
     ),
 )

@@ -13,10 +13,13 @@ from pathlib import Path
 
 from plait.kernels import pinned, tune_card
 from plait.kernels.gate import (
+    AMD,
     ARCHS,
     Verdict,
+    amd_points,
     check,
     default_points,
+    launch_of,
     narrow_accesses,
     resident_blocks,
     resident_warps,
@@ -36,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("list", help="the names that check and explain know")
     explain = commands.add_parser("explain", help="registers, spills, shared memory, instruction mix of one kernel")
     explain.add_argument("name", help="a name from `plait kernels list`")
-    explain.add_argument("--arch", default="sm_90", help="sm_80, sm_90 or sm_100 (default sm_90)")
+    explain.add_argument("--arch", default="sm_90", help="sm_80, sm_90, sm_100 or gfx942 (default sm_90)")
     gate = commands.add_parser("check", help="the static rules: exit 0 kept, 1 broken, 2 usage")
     gate.add_argument("names", nargs="*", help="points or their prefixes (default: the declared list)")
     gate.add_argument("--arch", action="append", help=f"may be repeated (default: {', '.join(ARCHS)})")
@@ -101,12 +104,16 @@ def _has_all(names: list[str], known: list[str], what: str, listed_by: str) -> b
 
 
 def _chosen(names: list[str], archs: list[str] | None, every: bool) -> list[tuple[str, str]]:
-    """(point, architecture) that a command line means: by name, every one, or the declared list."""
+    """(point, architecture) that a command line means: by name, every one, or the declared list; of gfx942, asked for
+    by `--arch` or `--all`, the declared kernels."""
     known = list(points(every or bool(names)))
     if names:
         return [(p, a) for p in known if p.startswith(tuple(names)) for a in archs or ARCHS]
     if every:
-        return [(point, arch) for point in known for arch in archs or ARCHS]
+        on_amd = amd_points() if archs is None or AMD in archs else []
+        return [(point, arch) for point in known for arch in archs or ARCHS if arch != AMD] + on_amd
+    if archs == [AMD]:
+        return amd_points()
     return [(point, arch) for point, arch in default_points() if archs is None or arch in archs]
 
 
@@ -239,7 +246,7 @@ def main(argv: list[str]) -> int:
         return 0
     archs = [arguments.arch] if arguments.command == "explain" else arguments.arch
     try:
-        archs = archs and [f"sm_{parse_arch(arch)}" for arch in archs]
+        archs = archs and [arch if arch == AMD else f"sm_{parse_arch(arch)}" for arch in archs]
     except ValueError as error:
         print(f"plait kernels: {error}", file=sys.stderr)
         return 2
@@ -261,5 +268,5 @@ def main(argv: list[str]) -> int:
     if arguments.name not in known:
         print(f"plait kernels: no kernel {arguments.name!r}; `plait kernels list` has the names", file=sys.stderr)
         return 2
-    print(describe(compile_offline(known[arguments.name](archs[0]), archs[0])))
+    print(describe(compile_offline(launch_of(arguments.name, archs[0], known), archs[0])))
     return 0

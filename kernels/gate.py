@@ -3,24 +3,45 @@
 Not the compiler's facts themselves (inspect.py) and not the shapes (points.py). The one idea: a rule is data, found
 by the longest prefix of a point's name, and judging is a pure function of facts and rule. What counts for all: no
 spills, no fp64 arithmetic, no atomic sums (bits agree between runs); then, by rule, 128-bit accesses, the matrix
-instructions of the architecture, and the warps that fit on a multiprocessor at once.
+instructions of the architecture, and the warps that fit on a multiprocessor at once. AMD's gfx942 has no tables of
+its own and nobody ran it: there the rules for all hold, the matrix instructions, and a wave for each SIMD unit.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from plait.kernels.inspect import Facts, compile_offline, parse_arch
+from plait.kernels.inspect import Facts, amd_available, compile_offline
 from plait.kernels.launch import Launch
+from plait.kernels.pinned_amd import ARCH as AMD
 from plait.kernels.points import points
 
 ARCHS = ("sm_80", "sm_90", "sm_100")
-# The tensor core instruction of each architecture: mma, wgmma, tcgen05 (PTX ISA 8.7).
-_MATRIX = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
-# CUDA programming guide, compute capabilities: registers and shared bytes of a multiprocessor, warps at most.
-_SHARED_BYTES = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
-_REGISTERS, _MAX_WARPS, _MAX_BLOCKS, _RESERVED_SHARED = 65536, 64, 32, 1024
+
+
+class Limits(NamedTuple):
+    """Of one multiprocessor. registers: of 32 bits; granule: registers of a warp go by so many."""
+
+    matrix: str  # the tensor core's instruction
+    shared_bytes: int
+    reserved_shared: int  # of each block
+    registers: int
+    granule: int
+    lanes: int
+    max_warps: int
+    max_blocks: int
+    simds: int = 1  # that the registers are divided among
+
+
+# mma, wgmma, tcgen05 (PTX ISA 8.7); CUDA programming guide, compute capabilities. AMD CDNA 3 ISA, 2024-08, and LLVM's
+# guide to AMDGPU: four SIMD units of 512 vector registers and eight waves, 64 KiB, barriers of 16 blocks.
+LIMITS = {
+    "sm_80": Limits("HMMA", 164 * 1024, 1024, 65536, 256, 32, 64, 32),
+    "sm_90": Limits("HGMMA", 228 * 1024, 1024, 65536, 256, 32, 64, 32),
+    "sm_100": Limits("UTCHMMA", 228 * 1024, 1024, 65536, 256, 32, 64, 32),
+    AMD: Limits("MFMA", 64 * 1024, 0, 4 * 512 * 64, 8 * 64, 64, 32, 16, simds=4),
+}
 _TENSOR_COLUMNS = 512  # of a multiprocessor of sm_100 (PTX ISA 8.7, tcgen05.alloc)
-_WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}  # bytes of an access by its suffix; else 4
+_WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "96": 12, "128": 16}  # bytes by suffix; else 4
 
 
 class Rule(NamedTuple):
@@ -102,8 +123,18 @@ VARIANTS = (
 )  # fmt: skip
 
 
-def rule_of(name: str) -> Rule:
-    """The rule of a point; KeyError where none fits: a new kernel states its own."""
+# On gfx942: rows and stages of what spills in sm_80's tile (182 registers of 438); and the points of the short run.
+AMD_TILES = {"attention.dkdv": (32, 1)}
+AMD_SHORT = (
+    "swiglu.forward", "rms_norm_residual.backward.8192", "rope.halves.128", "cross_entropy.grad.bf16",
+    "adamw.run.bf16_master", "dropout.bf16", "embedding.crossing", "attention.dq.128", "linear.forward",
+)  # fmt: skip
+
+
+def rule_of(name: str, arch: str = "") -> Rule:
+    """The rule of a point on `arch`; KeyError where none fits: a new kernel states its own."""
+    if arch == AMD:
+        return Rule(min_warps=4, matrix=rule_of(name).matrix)
     if name.startswith("attention.") and name.endswith(".fp32"):
         return Rule(min_warps=4)  # without tf32 there is no tensor core for fp32
     fitting = [prefix for prefix in RULES if name.startswith(prefix)]
@@ -113,14 +144,15 @@ def rule_of(name: str) -> Rule:
 
 
 def resident_blocks(facts: Facts) -> tuple[int, str]:
-    """(blocks that fit on one multiprocessor, what limits them). Registers go by 256 to a warp."""
-    number = parse_arch(facts.arch)
-    registers_of_warp = max(1, -(-facts.registers * 32 // 256)) * 256
+    """(blocks that fit on one multiprocessor, what limits them)."""
+    most = LIMITS[facts.arch]
+    registers_of_warp = max(1, -(-facts.registers * most.lanes // most.granule)) * most.granule
+    warps = most.registers // most.simds // registers_of_warp * most.simds
     limits = {
-        "registers": _REGISTERS // (registers_of_warp * facts.num_warps),
-        "shared memory": _SHARED_BYTES[number] // (facts.shared_bytes + _RESERVED_SHARED),
-        "warps": _MAX_WARPS // facts.num_warps,
-        "blocks": _MAX_BLOCKS,
+        "registers": warps // facts.num_warps,
+        "shared memory": most.shared_bytes // max(1, facts.shared_bytes + most.reserved_shared),
+        "warps": most.max_warps // facts.num_warps,
+        "blocks": most.max_blocks,
     }
     if facts.tensor_columns:
         limits["tensor memory"] = _TENSOR_COLUMNS // facts.tensor_columns
@@ -181,10 +213,11 @@ def judge(facts: Facts, rule: Rule) -> list[str]:
         broken.append(f"{narrow} global accesses under 128 bits; at most {rule.narrow}")
     if rule.narrow is not None and wide_share(facts) < rule.wide:
         broken.append(f"{wide_share(facts):.1%} of bytes in 128-bit accesses; at least {rule.wide:.0%}")
-    most = _SHARED_BYTES[parse_arch(facts.arch)] - _RESERVED_SHARED
+    limits = LIMITS[facts.arch]
+    most = limits.shared_bytes - limits.reserved_shared
     if facts.shared_bytes > most:
         broken.append(f"{facts.shared_bytes} bytes of shared memory; at most {most}")
-    opcode = _MATRIX[parse_arch(facts.arch)]
+    opcode = limits.matrix
     if rule.matrix and not facts.count(opcode) and not (rule.mma and facts.count("HMMA")):
         broken.append(f"no {opcode}: the tensor cores of {facts.arch} are idle")
     warps = resident_warps(facts)
@@ -201,13 +234,38 @@ class Verdict(NamedTuple):
     broken: list[str]
 
 
+def _declared() -> list[str]:
+    return [name for name in points() if not name.endswith(VARIANTS)]
+
+
 def default_points() -> list[tuple[str, str]]:
     """The declared list of (point, architecture): at most 80, so that a run from nothing takes a few minutes.
 
-    A kernel of every kind on sm_90; the matrix kernels, whose code differs most, on all architectures.
+    A kernel of every kind on sm_90; the matrix kernels, whose code differs most, on all architectures; some on AMD's.
     """
-    declared = [name for name in points() if not name.endswith(VARIANTS)]
-    return [(name, arch) for name in declared for arch in ARCHS if arch == "sm_90" or rule_of(name).matrix]
+    declared = _declared()
+    found = [(name, arch) for name in declared for arch in ARCHS if arch == "sm_90" or rule_of(name).matrix]
+    return found + [point for point in amd_points() if point[0] in AMD_SHORT]
+
+
+def amd_points() -> list[tuple[str, str]]:
+    """Every kernel of the declared list on gfx942; none where this triton makes no code for it."""
+    return [(name, AMD) for name in _declared()] if amd_available() else []
+
+
+def launch_of(name: str, arch: str, known: Mapping[str, Callable[..., Launch]] | None = None) -> Launch:
+    """The launch of a point on a card of `arch`, of `known` points (default: all). KeyError for another name.
+
+    gfx942 takes sm_80's tiles with two stages at most, as a workgroup has 64 KiB, but for AMD_TILES.
+    """
+    make = (points(every=True) if known is None else known)[name]
+    if arch != AMD:
+        return make(arch)
+    launch = make("sm_80")
+    for prefix, (rows, stages) in AMD_TILES.items():
+        if name.startswith(prefix):
+            return launch._replace(constants=launch.constants | {"BLOCK_ROW": rows}, num_stages=stages)
+    return launch._replace(num_stages=min(2, launch.num_stages))
 
 
 def check(
@@ -216,5 +274,5 @@ def check(
     """Compiles and judges (point, architecture) one by one; triton's cache makes a second run quick."""
     known = points(every=True)
     for name, arch in chosen:
-        facts = compile_point(known[name](arch), arch)
-        yield Verdict(name, facts, judge(facts, rule_of(name)))
+        facts = compile_point(launch_of(name, arch, known), arch)
+        yield Verdict(name, facts, judge(facts, rule_of(name, arch)))

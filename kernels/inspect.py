@@ -22,15 +22,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from plait.kernels import pinned_code
+from plait.kernels import pinned_amd, pinned_code
 from plait.kernels.launch import INTERPRETED, Launch
 
 
 class Facts(NamedTuple):
-    """One compiled kernel. Spills are loads and stores of local memory in the machine code.
+    """One compiled kernel. Spills are loads and stores of local memory in the machine code; on AMD's architecture
+    spill_stores is the number of registers that the compiler spilled, where that is more.
 
     spill_lines: source line -> such instructions; tensor_columns: of 32 bits of 128 lanes (sm_100); loop: opcode ->
-    count of the hot loop (pinned_code.py); code: a hash of the instructions alone.
+    count of the hot loop (pinned_code.py); code: a hash of the instructions alone; scalar_registers: of a wave (AMD).
     """
 
     name: str
@@ -46,6 +47,7 @@ class Facts(NamedTuple):
     tensor_columns: int = 0
     loop: dict[str, int] = {}
     code: str = ""
+    scalar_registers: int = 0
 
     def count(self, prefix: str) -> int:
         """Instructions whose opcode starts with `prefix`, such as "HGMMA", "LDG.E.128" or "DFMA"."""
@@ -65,6 +67,18 @@ def parse_arch(arch: str) -> int:
     return int(match.group(1))
 
 
+def target_of(arch: str) -> GPUTarget:
+    """What triton compiles for: AMD's architecture by name, any other by `parse_arch`."""
+    return GPUTarget("hip", arch, 64) if arch == pinned_amd.ARCH else GPUTarget("cuda", parse_arch(arch), 32)
+
+
+def amd_available() -> bool:
+    """Whether this triton makes AMD's code without ROCm: with a linker of its own, as 3.9 has."""
+    from triton._C import libtriton
+
+    return hasattr(getattr(libtriton, "amd", None), "link_hsaco")
+
+
 @functools.cache
 def _binder(kernel: Any, target: GPUTarget) -> Callable[..., Any]:
     """Triton's function from the arguments of a call to their kinds: made once, since it is compiled from text."""
@@ -79,7 +93,7 @@ def specialised(launch: Launch, arch: str) -> tuple[ASTSource, dict[str, Any], G
     """
     if INTERPRETED:
         raise RuntimeError("kernels are interpreted in this process, so none is compiled; unset TRITON_INTERPRET")
-    target = GPUTarget("cuda", parse_arch(arch), 32)
+    target = target_of(arch)
     backend = make_backend(target)
     kernel = launch.kernel
     keywords = launch.keywords()
@@ -161,14 +175,19 @@ def _read(cubin: bytes) -> dict[str, Any]:
 def compile_offline(launch: Launch, arch: str = "sm_90") -> Facts:
     """Compiles for `arch` and reads the result. RuntimeError in interpreter mode, ValueError on an unknown arch."""
     compiled = compile_launch(launch, arch)
-    cubin: bytes = compiled.asm["cubin"]
-    read = remembered("facts", [cubin], lambda: _read(cubin))
+    if "amdgcn" in compiled.asm:
+        assembly: str = compiled.asm["amdgcn"]
+        read = remembered("facts", [assembly.encode()], lambda: pinned_amd.read(assembly))
+    else:
+        cubin: bytes = compiled.asm["cubin"]
+        read = remembered("facts", [cubin], lambda: _read(cubin))
+    spilled = read.pop("spilled", 0)
     local = {kind: sum(n for op, n in read["instructions"].items() if op.startswith(kind)) for kind in ("LDL", "STL")}
     return Facts(
         name=launch.kernel.__name__,
-        arch=f"sm_{parse_arch(arch)}",
+        arch=arch if arch == pinned_amd.ARCH else f"sm_{parse_arch(arch)}",
         spill_loads=local["LDL"],
-        spill_stores=local["STL"],
+        spill_stores=max(local["STL"], spilled - local["LDL"]),
         shared_bytes=compiled.metadata.shared,
         num_warps=launch.num_warps,
         tensor_columns=getattr(compiled.metadata, "tmem_size", 0) or 0,

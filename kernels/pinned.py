@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import triton
 
-from plait.kernels.gate import resident_blocks, wide_share
+from plait.kernels.gate import launch_of, resident_blocks, wide_share
 from plait.kernels.inspect import Facts, compile_launch, compile_offline, remembered, tool_path
 from plait.kernels.launch import Launch
 from plait.kernels.pinned_code import MATRIX
 from plait.kernels.pinned_work import work
-from plait.kernels.points import points
+from plait.kernels.roof import ROOFS, bound, dot_dtypes, least_bytes
 
 PATH = Path(__file__).parent / "pinned.json"
 SCHEMA = 1
@@ -34,7 +34,8 @@ class PinError(ValueError):
 
 class Row(NamedTuple):
     """One point on one architecture. spill_lines: source line -> loads and stores of local memory; matrix: family and
-    number of the hot loop's matrix instructions; flop and nbytes: of all programs, -1 where memory decides them."""
+    number of the hot loop's matrix instructions; flop and nbytes: of all programs, -1 where memory decides them, as
+    is bound_us, the least time by the roofline (roof.py) on the card of that architecture; bound_by: what binds."""
 
     registers: int
     stack_bytes: int
@@ -55,6 +56,9 @@ class Row(NamedTuple):
     nbytes: float
     code: str
     reason: str = ""
+    bound_us: float = -1.0
+    bound_by: str = ""
+    scalar_registers: int = 0  # AMD
 
     @property
     def resident_warps(self) -> int:
@@ -74,7 +78,11 @@ HELD = {
     "flop": ("FLOP", True),
     "nbytes": ("bytes asked for", True),
 }
-SHOWN = {"barriers_in_loop": ("barriers in the loop", True), "instructions": ("instructions", True)}
+SHOWN = {
+    "barriers_in_loop": ("barriers in the loop", True),
+    "instructions": ("instructions", True),
+    "bound_us": ("us at least by the roofline", True),
+}
 SLACK = 1e-6  # of a number that is no integer
 
 
@@ -90,7 +98,7 @@ def toolchain() -> str:
 
 
 def row_of(facts: Facts, work: dict[str, Any] | None) -> Row:
-    """The row of compiled facts and of a launch's work, None where memory decides it."""
+    """The row of compiled facts and of a launch's work (`work_of`), None where memory decides it."""
     blocks, limiter = resident_blocks(facts)
     in_loop = {kind: sum(n for op, n in facts.loop.items() if op.split(".")[0] == kind) for kind in (*MATRIX, "BAR")}
     family = next((kind for kind in MATRIX if in_loop[kind]), "")
@@ -113,11 +121,15 @@ def row_of(facts: Facts, work: dict[str, Any] | None) -> Row:
         work["flop"] if work else -1.0,
         work["nbytes"] if work else -1.0,
         facts.code,
+        bound_us=round(work["bound_us"], 4) if work else -1.0,
+        bound_by=work["bound_by"] if work else "",
+        scalar_registers=facts.scalar_registers,
     )
 
 
 def work_of(launch: Launch, arch: str) -> dict[str, Any]:
-    """programs, flop, nbytes, loads and stores (argument -> bytes) of a launch; empty where memory decides them."""
+    """programs, flop, nbytes, loads and stores (argument -> bytes), bound_us and bound_by of a launch; empty where
+    memory decides them."""
     ttir: str = compile_launch(launch, arch).asm["ttir"]
     arguments = dict(zip(launch.kernel.arg_names, launch.arguments, strict=False)) | launch.keywords()
     numbers = {name: value for name, value in arguments.items() if isinstance(value, int)}
@@ -126,12 +138,16 @@ def work_of(launch: Launch, arch: str) -> dict[str, Any]:
         done = work(ttir, numbers, launch.grid)
         return {} if done is None else {**done._asdict(), "nbytes": done.bytes_per_program * done.programs}
 
-    return remembered("work", [ttir.encode(), repr((sorted(numbers.items()), launch.grid)).encode()], make)
+    found = remembered("work", [ttir.encode(), repr((sorted(numbers.items()), launch.grid)).encode()], make)
+    if not found:
+        return {}
+    least = bound(ROOFS[arch], least_bytes(launch, found), found["flop"], dot_dtypes(ttir))
+    return {**found, "bound_us": least.us, "bound_by": least.by}
 
 
 def measure(name: str, arch: str, facts: Facts | None = None) -> Row:
     """Compiles a point, where its facts are not given, and reads everything that is pinned of it."""
-    launch = points(every=True)[name](arch)
+    launch = launch_of(name, arch)
     return row_of(facts or compile_offline(launch, arch), work_of(launch, arch) or None)
 
 
@@ -177,8 +193,10 @@ class Pins:
 
 
 def _slim(row: Row) -> dict[str, Any]:
-    """Without an empty reason."""
-    return {name: value for name, value in row._asdict().items() if value or name != "reason"}
+    """Without an empty reason, and without what only AMD has elsewhere."""
+    return {
+        name: value for name, value in row._asdict().items() if value or name not in ("reason", "scalar_registers")
+    }
 
 
 class Change(NamedTuple):

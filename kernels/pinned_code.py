@@ -16,7 +16,7 @@ _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s
 _LABEL = re.compile(r"^(\.L_\w+):")
 _LINE = re.compile(r'^\s*//## File "([^"]*)", line (\d+)')
 _TARGET = re.compile(r"`\((\.L_\w+)\)")
-MATRIX = ("UTCHMMA", "HGMMA", "HMMA")  # tcgen05, wgmma, mma; fp8 and integers have no kernel here
+MATRIX = ("UTCHMMA", "HGMMA", "HMMA", "MFMA")  # tcgen05, wgmma, mma, AMD's; fp8 and integers have no kernel here
 GLOBAL = ("LDG", "STG", "LDGSTS", "UTMALDG", "UTMASTG")
 _TEXT = b".text."
 

@@ -10,10 +10,12 @@ import pytest
 
 from plait.kernels import cli, pinned
 from plait.kernels.gate import (
+    AMD,
     ARCHS,
     RULES,
     VARIANTS,
     Rule,
+    amd_points,
     check,
     default_points,
     judge,
@@ -117,7 +119,7 @@ def test_every_point_has_a_rule_and_every_rule_a_point():
 
 def test_the_declared_list_is_bounded_and_has_every_kind():
     chosen = default_points()
-    assert len(chosen) <= 80 and {arch for _, arch in chosen} == set(ARCHS)
+    assert len(chosen) <= 80 and {arch for _, arch in chosen} - {AMD} == set(ARCHS)
     kinds = {name.split(".")[0] for name in points()}
     assert {name.split(".")[0] for name, _ in chosen} == kinds
     assert [ending for ending in VARIANTS if not any(name.endswith(ending) for name in points())] == []
@@ -139,7 +141,7 @@ def test_check_refuses_names_and_architectures_that_do_not_exist(capsys):
 
 KEY = "swiglu.forward sm_90"
 ROW = pinned.row_of(GOOD._replace(loop={"HGMMA.64x64x16.F32": 8, "BAR.SYNC": 2}, code="ab"), None)._replace(
-    programs=4, flop=64.0, nbytes=1000.0
+    programs=4, flop=64.0, nbytes=1000.0, bound_us=0.5, bound_by="memory"
 )
 
 
@@ -179,6 +181,7 @@ def test_whatever_is_worse_than_pinned_is_said(change, text):
         ({}, "same"),
         ({"code": "cd"}, "code"),
         ({"barriers_in_loop": 3, "instructions": 99, "code": "cd"}, "code"),  # shown, and no failure
+        ({"bound_us": 9.0, "code": "cd"}, "code"),
         ({"flop": -1.0, "nbytes": -1.0}, "same"),  # not known on a side
         ({"registers": 40, "shared_bytes": 2048}, "worse"),  # one thing better and another worse
     ],
@@ -232,6 +235,9 @@ def test_a_damaged_file_of_pins_is_named(text, message, tmp_path, capsys):
     assert f"plait kernels diff: {path}" in capsys.readouterr().err
 
 
+WORK = {"programs": 1, "flop": 0.0, "nbytes": 8.0, "bound_us": 0.5, "bound_by": "memory"}
+
+
 @pytest.fixture
 def made_up(monkeypatch, tmp_path):
     """The command line with facts that are made up and a file of pins of its own; returns (its path, the facts)."""
@@ -239,7 +245,7 @@ def made_up(monkeypatch, tmp_path):
     path = tmp_path / "pinned.json"
     monkeypatch.setattr(pinned, "PATH", path)
     monkeypatch.setattr(pinned, "toolchain", lambda: "a toolchain")
-    monkeypatch.setattr(pinned, "work_of", lambda launch, arch: {"programs": 1, "flop": 0.0, "nbytes": 8.0})
+    monkeypatch.setattr(pinned, "work_of", lambda launch, arch: dict(WORK))
     monkeypatch.setattr(pinned, "compile_offline", lambda launch, arch: facts["now"]._replace(arch=arch))
     monkeypatch.setattr(check, "__kwdefaults__", {"compile_point": pinned.compile_offline})
     return path, facts
@@ -294,7 +300,7 @@ def test_pin_and_diff_refuse_names_that_do_not_exist(capsys):
 
 
 def test_every_declared_point_is_pinned_for_every_toolchain_of_the_file():
-    declared = {pinned.key_of(name, arch) for name, arch in default_points()}
+    declared = {pinned.key_of(name, arch) for name, arch in default_points() + amd_points()}
     found = pinned.Pins.read(pinned.PATH).data
     assert found and all(declared <= set(rows) for rows in found.values())
 
@@ -317,3 +323,6 @@ def test_keeps_the_rules_and_is_no_worse_than_pinned(name, arch):
 def test_check_on_the_command_line(capsys):
     assert cli.main(["check", "swiglu", "--arch", "sm_90"]) == 0
     assert "2 points checked, 0 break a rule" in capsys.readouterr().out
+    if amd_points():
+        assert cli.main(["check", "swiglu", "--arch", AMD]) == 0
+        assert "2 points checked, 0 break a rule" in capsys.readouterr().out
