@@ -7,13 +7,14 @@ which machine, then every number with its interval, and how each was measured.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from plait.bench.html_figures import DETAIL, is_limit, is_way_of
 from plait.bench.html_history import history
 from plait.bench.html_roofline import roofline_plot
 from plait.bench.html_style import CSS
-from plait.bench.html_tables import Line, left_out, lines_of, suite_table
+from plait.bench.html_tables import SHOWN, Line, further_columns, left_out, lines_of, suite_table
 from plait.bench.html_tags import Element, digits, join, style, tag
 from plait.bench.kernel_points import pinned_facts
 from plait.bench.result_file import ResultFile
@@ -54,7 +55,9 @@ def sections_of(files: list[ResultFile], facts: Facts, card: str) -> list[Sectio
         lines = lines_of(found, newest.cases, facts | pinned_facts(newest))
         sheet = datasheet(known) if known else None
         plot = roofline_plot([(line.standing, line.ours) for line in lines], sheet, measured)
-        result.append(Section(suites[name], lines, plot if name != "ceilings" else None))
+        section = Section(suites[name], lines, plot if name != "ceilings" else None)
+        # Lower bounds stand on the roof by themselves.
+        result.append(section if section.timed else replace(section, plot=None))
     return result
 
 
@@ -90,7 +93,12 @@ def summary(sections: list[Section]) -> Element | None:
     """Who won where: a row for each peer of a suite, by the intervals of the paired ratios."""
     rows = []
     for section in sections:
-        peers = dict.fromkeys(line.provider for line in section.lines if line.ratio)
+        ours = {line.result.ours for line in section.lines}
+        peers = dict.fromkeys(
+            line.provider
+            for line in section.lines
+            if line.ratio and not is_limit(line.provider) and not any(is_way_of(line.provider, one) for one in ours)
+        )
         for peer in peers:
             ratios = [line.ratio for line in section.lines if line.provider == peer and line.ratio]
             faster, slower = (sum(test(r) for r in ratios) for test in (lambda r: r[1] > 1, lambda r: r[2] < 1))
@@ -102,15 +110,16 @@ def summary(sections: list[Section]) -> Element | None:
                 "slower": slower,
             }
             cells = [tag("td", str(value), data_key=key, data_value=value) for key, value in counts.items()]
-            cells.append(tag("td", f"{digits(mean)}\u00d7", data_key="mean", data_value=repr(mean)))
+            cells.insert(0, tag("td", f"{digits(mean)}\u00d7", data_key="mean", data_value=repr(mean)))
             name = tag("a", section.newest.suite, href=f"#{section.newest.suite}")
-            first = tag("td", name, class_="t")
+            bounds = None if section.timed else tag("span", " lower bounds", class_="soft")
+            first = tag("td", name, bounds, class_="t")
             rows.append(
                 tag("tr", first, tag("td", peer, class_="t"), *cells, data_summary=f"{section.newest.suite}/{peer}")
             )
     if not rows:
         return None
-    titles = ("suite", "peer", "cases", "ours faster", "level", "ours slower", "peer / ours, geometric mean")
+    titles = ("suite", "peer", "peer / ours, mean", "cases", "ours faster", "level", "ours slower")
     head = tag("thead", tag("tr", *(tag("th", t, class_="t" if t in titles[:2] else None) for t in titles)))
     return tag("div", tag("table", head, tag("tbody", *rows), class_="short"), class_="box")
 
@@ -128,12 +137,12 @@ def section_part(section: Section) -> Element:
         suite_table(section.lines, section.timed) if section.lines else None,
         left_out(file.cases.values(), section.lines),
         history(section.files),
-        how_measured(file),
+        how_measured(file, section.lines),
         id=file.suite,
     )
 
 
-def how_measured(file: ResultFile) -> Element | None:
+def how_measured(file: ResultFile, lines: list[Line]) -> Element | None:
     """Notes, checks and L2 policies of the cases, each text once."""
     found: dict[str, list[str]] = {}
     for name, result in file.cases.items():
@@ -163,6 +172,11 @@ def how_measured(file: ResultFile) -> Element | None:
     ]
     run = {name: file.options[name] for name in ("rounds", "warmup", "processes", "seed") if name in file.options}
     first = tag("li", "run: " + ", ".join(f"{name} {value}" for name, value in run.items())) if run else None
+    noted = {name for line in lines for name in line.measured.figures} - SHOWN - set(further_columns(lines))
+    if noted:
+        plain = [name for name in noted if not DETAIL.search(name)]
+        said = f"in the result file besides: {len(noted)} figures of a provider and case"
+        items.append(tag("li", said + (f", such as {', '.join(sorted(plain)[:6])}" if plain else "")))
     return tag("details", tag("summary", "How these numbers were measured"), tag("ul", first, *items))
 
 
@@ -201,6 +215,8 @@ def fingerprint_rows(machine: dict[str, Any], index: int) -> list[Element]:
 HOW = {
     "time": "median of all samples; none is dropped. The interval holds the true median in 95 of 100 runs, by order "
     "statistics, whatever the distribution.",
+    "peer / ours, mean": "geometric mean of a peer's ratios over its cases; above 1 ours is faster. Counted as "
+    "faster or slower where the interval of the case's ratio leaves 1 out.",
     "to ours": "a provider's time over ours, paired by round, with the 95 % interval of the median ratio; above 1 "
     "ours is faster. Green or red where the interval leaves 1 out.",
     "% data sheet, % measured": "least time by the roofline over the measured one. The roofline's time is the larger "

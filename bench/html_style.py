@@ -32,7 +32,8 @@ tr.head th { text-align: left; padding-top: 8px; font-weight: 600; }
 tr.head th span { position: sticky; left: 10px; }
 td.name { text-align: left; padding-left: 22px; position: sticky; left: 0; background: var(--card); }
 tr.ours td { background: var(--band); }
-tr.ours td.name { color: var(--ours); font-weight: 600; } .good { color: var(--good); } .bad { color: var(--bad); }
+tr.ours td.name, tr.way td.name { color: var(--ours); } tr.ours td.name { font-weight: 600; }
+tr.limit td { color: var(--soft); } .good { color: var(--good); } .bad { color: var(--bad); }
 .warn { color: var(--warn); } td.bar { min-width: 120px; padding: 2px 6px; }
 td.bar svg { display: block; width: 100%; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 16px; margin: 10px 14px; font-size: 13.5px; }
@@ -50,6 +51,6 @@ svg .trend.ours { stroke: var(--ours); fill: none; } svg .trend.peer { stroke: v
   height: 10px; border-radius: 5px; margin-right: 5px; } .key.ours { background: var(--ours); }
 .key.peer { background: var(--peer); }
 @media (max-width: 640px) { body { padding: 14px 10px 40px; font-size: 14px; } th, td { padding: 4px 7px; }
-  dl { grid-template-columns: 1fr; } dt { margin-top: 6px; } .wrap { min-width: 22ch; } }
+  table.short th, table.short td { white-space: normal; } dl { grid-template-columns: 1fr; } dt { margin-top: 6px; } .wrap { min-width: 22ch; } }
 @media print { body { max-width: none; } .box { overflow: visible; } }
 """

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import median
 
+from plait.bench.html_figures import columns_of, is_limit, is_way_of, text_of, title_of
 from plait.bench.html_tags import Element, bytes_text, digits, join, rate_text, seconds_text, share_text, tag
 from plait.bench.roofline import Standing
 from plait.bench.spec import CaseResult, Measured
@@ -87,7 +88,7 @@ COLUMNS = (
            lambda line: line.figure("warps"), whole),
 )  # fmt: skip
 SHOWN = {"clock MHz", "power W", "energy J", "peak bytes", "memory bytes", "registers", "spills"}
-SHOWN |= {"shared bytes", "warps"}
+SHOWN |= {"shared bytes", "warps", "THROTTLED samples"}
 
 
 def lines_of(
@@ -101,7 +102,11 @@ def lines_of(
         measured, ours = case.providers[one.provider], case.providers[case.ours]
         ratio = None
         paired = one.provider != case.ours and len(ours.samples_s) == len(measured.samples_s)
-        if paired and not false & {(one.case.name, one.provider), (one.case.name, case.ours)}:
+        if (
+            paired
+            and not is_limit(one.provider)
+            and not false & {(one.case.name, one.provider), (one.case.name, case.ours)}
+        ):
             ratio = paired_ratio(ours.samples_s, measured.samples_s)
         known = facts.get(one.case.name, {}) if one.provider == case.ours else {}
         result.append(Line(case, one.provider, measured, one, ratio, known))
@@ -116,7 +121,7 @@ def figure(key: str, value: float, text: str, class_: str | None = None) -> Elem
 def suite_table(lines: list[Line], timed: bool) -> Element:
     """The table. timed: False where samples are lower bounds by the compiler's facts and nothing ran."""
     columns = [column for column in COLUMNS if any(column.value(line) is not None for line in lines)]
-    limited, others = any(line.standing.limiter for line in lines), any(extra(line) for line in lines)
+    limited, others = any(line.standing.limiter for line in lines), further_columns(lines)
     titles = [("provider", "")] + [("time" if timed else "lower bound", "median of all samples")]
     titles += [("95 % interval", "of the median, from order statistics")] if timed else []
     titles += [
@@ -125,7 +130,7 @@ def suite_table(lines: list[Line], timed: bool) -> Element:
     ]
     titles += [(column.title, column.about) for column in columns]
     titles += [("bound by", "what the roofline says limits the case")] if limited else []
-    titles += [("further figures", "")] if others else []
+    titles += [(title_of(name), f"the suite's own figure: {name}") for name in others]
     head = tag(
         "thead",
         tag(
@@ -135,7 +140,7 @@ def suite_table(lines: list[Line], timed: bool) -> Element:
                     "th",
                     t,
                     title=about or None,
-                    class_="t" if t in ("provider", "bound by", "further figures") else None,
+                    class_="t" if t in ("provider", "bound by") else None,
                 )
                 for t, about in titles
             ),
@@ -152,7 +157,14 @@ def suite_table(lines: list[Line], timed: bool) -> Element:
     return tag("div", tag("table", head, *bodies), class_="box")
 
 
-def row(line: Line, group: list[Line], columns: list[Column], timed: bool, limited: bool, others: bool) -> Element:
+def further_columns(lines: list[Line]) -> list[str]:
+    """The names of the suite's own figures that are shown."""
+    return columns_of((line.measured.figures for line in lines), SHOWN)
+
+
+def row(
+    line: Line, group: list[Line], columns: list[Column], timed: bool, limited: bool, others: list[str]
+) -> Element:
     """One provider."""
     s = line.standing
     cells = [tag("td", line.provider, class_="name"), figure("seconds", s.seconds, seconds_text(s.seconds))]
@@ -170,11 +182,13 @@ def row(line: Line, group: list[Line], columns: list[Column], timed: bool, limit
         cells.append(tag("td") if value is None else figure(column.key, value, column.text(value)))
     if limited:
         cells.append(tag("td", s.limiter, class_="t", data_key="limiter"))
-    if others:
-        cells.append(tag("td", extra(line), class_="t soft"))
+    for name in others:
+        value = line.measured.figures.get(name)
+        cells.append(tag("td") if value is None else figure(f"figure {name}", value, text_of(name, value), "soft"))
     if s.invalid:
         cells[4 if timed else 3] = tag("td", "INVALID", class_="bad", title=s.invalid, data_key="invalid")
-    return tag("tr", *cells, class_="ours" if line.ours else None, data_provider=line.provider)
+    kind = "ours" if line.ours else "way" if is_way_of(line.provider, line.result.ours) else None
+    return tag("tr", *cells, class_="limit" if is_limit(line.provider) else kind, data_provider=line.provider)
 
 
 def ratio_cell(line: Line) -> Element:
@@ -186,12 +200,6 @@ def ratio_cell(line: Line) -> Element:
     several = len(line.measured.samples_s) > 1
     text = f"{digits(value)}\u00d7" + (f" ({digits(low)}\u2013{digits(high)})" if several else "")
     return figure("ratio", value, text, colour)
-
-
-def extra(line: Line) -> str:
-    """The figures without a column of their own, as text."""
-    figures = line.measured.figures
-    return ", ".join(f"{name} {value:.4g}" for name, value in figures.items() if name not in SHOWN)
 
 
 def bar(line: Line, group: list[Line]) -> Element:

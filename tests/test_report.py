@@ -11,6 +11,7 @@ from statistics import median
 import pytest
 
 from plait.bench import cli, html_tags, report
+from plait.bench.html_figures import MOST, columns_of, is_limit, text_of
 from plait.bench.html_report import page
 from plait.bench.html_tables import Line
 from plait.bench.html_tags import bytes_text, digits, rate_text, seconds_text, share_text, tag
@@ -109,7 +110,7 @@ def wanted(file: ResultFile, files: list[ResultFile], case: str, provider: str) 
     measured, ours = result.providers[provider], result.providers[result.ours].samples_s
     mid = median(measured.samples_s)
     found = {"seconds": mid}
-    if provider != result.ours:
+    if provider != result.ours and not is_limit(provider):
         found["ratio"] = paired_ratio(ours, measured.samples_s)[0]
     if not measured.invalid:
         found |= {"flop_rate": result.case.flop / mid} if result.case.flop else {}
@@ -150,11 +151,32 @@ def test_every_figure_of_every_row_is_the_result_file_s(shown):
                     continue
                 row = rows.pop((suite, case, provider))
                 expected = wanted(file, files, case, provider)
+                own_figures = {key: row.pop(key) for key in list(row) if key.startswith("figure ")}
+                for key, (value, text) in own_figures.items():
+                    name = key.removeprefix("figure ")
+                    assert value == measured.figures[name] and text == text_of(name, value)
                 assert {key: value for key, (value, _) in row.items()} == pytest.approx(expected, rel=1e-9), case
                 for key, (value, text) in row.items():
                     assert text.startswith(TEXTS.get(key, lambda v: f"{v:.0f}")(value)), (key, value, text)
                     count += 1
     assert not rows and count > 100
+
+
+def test_of_hundreds_of_figures_a_page_shows_the_ones_that_say_most():
+    figures = {f"odd {index} s": 1.0 for index in range(30)} | {
+        "restore cold s": 1.0,
+        "stall warm s": 1.0,
+        "warps": 8.0,
+    }
+    figures |= {"stall warm s low": 0.9, "stall warm s high": 1.1, "stall warm s #1": 1.0}
+    found = columns_of([figures, {"another": 1.0}], {"warps"})
+    assert found[:2] == ["stall warm s", "restore cold s"] and len(found) == MOST
+    assert not {"warps", "stall warm s low", "stall warm s #1"} & set(found)
+    texts = [
+        text_of(*one)
+        for one in (("stall s", 3e-3), ("memory bytes", 2048.0), ("lost share 1", 0.09), ("error", 3e-7))
+    ]
+    assert texts == ["3.000 ms", "2.00 KiB", "9.00 %", "3.0e-07"]
 
 
 def test_every_interval_is_the_samples(shown):
@@ -184,10 +206,13 @@ def test_who_won_is_counted_from_the_intervals(shown):
         counts: dict[str, list[int]] = {}
         for result in file.cases.values():
             for provider, measured in result.providers.items():
-                if provider != result.ours and measured.samples_s and not measured.invalid:
+                peer = not is_limit(provider) and not provider.startswith(result.ours)
+                if peer and measured.samples_s and not measured.invalid:
                     _, low, high = paired_ratio(result.providers[result.ours].samples_s, measured.samples_s)
                     tally = counts.setdefault(provider, [0, 0, 0])
                     tally[0 if low > 1 else 2 if high < 1 else 1] += 1
+        rows = {own["data-summary"] for _, own, _ in html.cells(data_summary="")}
+        assert {row for row in rows if row.startswith(f"{suite}/")} == {f"{suite}/{one}" for one in counts}
         for provider, (faster, level, slower) in counts.items():
             cells = {
                 own["data-key"]: text
@@ -201,7 +226,7 @@ def test_who_won_is_counted_from_the_intervals(shown):
 def test_every_dot_of_the_roofline_is_a_row(shown):
     files, html = shown
     dots = [(outer, own) for outer, own, _ in html.cells(data_y="") if "cx" in own]
-    assert dots
+    assert bool(dots) == (files is FILES["fake"]), "lower bounds stand on the roof by themselves: no plot"
     for outer, own in dots:
         file = newest(files)[outer["id"]]
         result = file.cases[own["data-case"]]
