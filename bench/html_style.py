@@ -51,6 +51,7 @@ svg .trend.ours { stroke: var(--ours); fill: none; } svg .trend.peer { stroke: v
   height: 10px; border-radius: 5px; margin-right: 5px; } .key.ours { background: var(--ours); }
 .key.peer { background: var(--peer); }
 @media (max-width: 640px) { body { padding: 14px 10px 40px; font-size: 14px; } th, td { padding: 4px 7px; }
-  table.short th, table.short td { white-space: normal; } dl { grid-template-columns: 1fr; } dt { margin-top: 6px; } .wrap { min-width: 22ch; } }
+  table.short th, table.short td { white-space: normal; }
+  dl { grid-template-columns: 1fr; } dt { margin-top: 6px; } .wrap { min-width: 22ch; } }
 @media print { body { max-width: none; } .box { overflow: visible; } }
 """
