@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -12,12 +10,13 @@ from plait.bench import kernel_points, kernel_shapes, suite_collectives
 from plait.bench.result_file import ResultFile
 from plait.bench.spec import Case, CaseResult
 from plait.kernels.points import points
+from tests import launchers
 
 PROGRAM = """
-import json, sys
+import json
 from plait.bench import suite_collectives as suite
 from plait.bench.spec import Case, Options, WrongResultError
-params, wrong = json.loads(sys.argv[1])
+params, wrong = json.loads(ARGUMENT)
 if wrong:
     right = suite.wanted
     suite.wanted = lambda *args: right(*args) + 1.0
@@ -33,9 +32,9 @@ else:
 def measured(wrong: bool = False, **params: object) -> dict:
     """In a process of its own: ranks are forked before torch is used."""
     argument = json.dumps([{"kib": 4, "dtype": "float32", "device": "cpu", **params}, wrong])
-    run = subprocess.run([sys.executable, "-P", "-c", PROGRAM, argument], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
+    status, out = launchers.program(PROGRAM.replace("ARGUMENT", repr(argument))).finish()
+    assert status == 0, out
+    return json.loads(out.splitlines()[-1])
 
 
 @pytest.mark.ranks

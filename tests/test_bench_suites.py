@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +32,7 @@ from plait.bench.problem import EPS, Maker, Peer, Problem
 from plait.bench.spec import Case, CaseResult, Options, WrongResultError
 from plait.model_config import parameter_shapes
 from plait.parallel.schedules import NAMES
+from tests import launchers
 
 QUICK = Options(rounds=2, warmup=1)
 HEADS = {"batch": 1, "heads": 4, "kv_heads": 2, "dim": 16, "tokens": 8}
@@ -375,11 +374,11 @@ def test_the_table_has_ratios_to_plan_and_peer_and_host_times():
 
 
 PROGRAM = """
-import json, sys
+import json
 from plait.bench import suite_pipeline
 from plait.bench.spec import Case, CaseResult, Options
 quick = Options(rounds=2, warmup=1)
-results = [suite_pipeline.measure(Case("tiny", params), quick) for params in json.loads(sys.argv[1])]
+results = [suite_pipeline.measure(Case("tiny", params), quick) for params in json.loads(ARGUMENT)]
 print(json.dumps([result.to_json()["providers"] for result in results]))
 """
 
@@ -393,11 +392,9 @@ def test_both_executors_run_every_schedule_and_agree_with_the_closed_form():
     none = dict.fromkeys(times, 0.0)
     cases += [{**cases[1], **none, "kind": "idle"}, {**cases[6], **none, "kind": "model", "width": 0}]
     # in a process of its own: ranks are forked before torch is used
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(cases)], capture_output=True, text=True, timeout=240
-    )
-    assert run.returncode == 0, run.stderr
-    results = json.loads(run.stdout.splitlines()[-1])
+    status, out = launchers.program(PROGRAM.replace("ARGUMENT", repr(json.dumps(cases)))).finish()
+    assert status == 0, out
+    results = json.loads(out.splitlines()[-1])
     assert len(results) == len(cases)
     for params, providers in zip(cases, results, strict=True):
         assert set(providers) == {"plait", "torch"}
