@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import faulthandler
 import functools
+import importlib
 import importlib.util
 import inspect
 import os
@@ -153,6 +154,8 @@ def load_function(request: dict[str, Any]) -> Callable[..., Any]:
         except BaseException:
             del sys.modules[name]
             raise
+        for needed in getattr(module, "PRELOAD", ()):  # what its ranks would import, each for itself
+            importlib.import_module(needed)
     return getattr(sys.modules[name], request["function"])
 
 
