@@ -31,23 +31,17 @@ _FRAME = struct.Struct("<II")
 _HELLO = struct.Struct("<I")  # the sender's coord
 _ROOM_BYTES = 1 << 16  # read at once: many small frames, or the head of a large one
 _BUFFER_BYTES = 4 << 20  # asked of the kernel for each stream; it gives wmem_max at most
+_BYTE = ctypes.c_char
 
 
-def machine() -> str:
-    """What two processes have in common that can reach each other's sockets: boot, network namespace, buffer size."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{_limit_bytes()}"
+def machine(limit_bytes: int) -> str:
+    """What two processes have in common that reach each other's sockets: boot, network namespace, largest message.
 
-
-def _limit_bytes() -> int:
-    """The largest message: a quarter of a stream's buffer, so that a few can be under way."""
-    most = int(Path("/proc/sys/net/core/wmem_max").read_text(encoding="ascii"))
-    return min(_BUFFER_BYTES, most) // 4
-
-
-def _view(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, which must outlive the view."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+    Of a system that does not tell its boot: a name of its own, so that all messages go another way.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    text = boot.read_text(encoding="ascii").strip() if boot.exists() else secrets.token_hex(16)
+    return f"{text}/{os.stat('/proc/self/ns/net').st_ino}/{limit_bytes}"
 
 
 class LocalLinks:
@@ -67,7 +61,10 @@ class LocalLinks:
         self._listener.bind("\0" + name)  # abstract: no file, gone with the process
         self._listener.listen(128)
         self._listener.settimeout(timeout_s)
-        self._machine, self.limit_bytes = machine(), _limit_bytes()
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+        given = self._listener.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)  # half of it is for the kernel's own
+        self.limit_bytes = given // 2 // 4  # the largest message: a few can be under way
+        self._machine = machine(self.limit_bytes)
         self.place = [self._machine, name]
 
     def __del__(self) -> None:
@@ -82,24 +79,38 @@ class LocalLinks:
         if place and place[0] == self._machine:
             self._names[coord] = place[1]
 
-    def carries(self, coord: int, num_bytes: int) -> bool:
-        """Whether a message goes this way; both ends, which have met, say the same."""
-        return coord in self._names and 0 < num_bytes <= self.limit_bytes
-
-    def send(self, coord: int, tag: int, tensors: Sequence[Tensor]) -> list[Any]:
-        """Sends a message; what is returned has to be waited for, the tensors may change at once."""
-        outward = self._outward.get(coord)
-        if outward is None:
-            outward = self._outward[coord] = self._connect(coord)
-        outward.send(tag, tensors)
+    def send(self, coord: int, tag: int, tensors: Sequence[Tensor]) -> list[Any] | None:
+        """Sends a message; what is returned has to be waited for, the tensors may change at once. None: goes another
+        way, as the other end finds as well: both have met."""
+        size = 0
+        for tensor in tensors:
+            size += tensor.nbytes
+        if not self.carries(coord, size):
+            return None
+        outward = self._outward.get(coord) or self._connect(coord)
+        parts: list[Any] = [_FRAME.pack(tag, size)]
+        for tensor in tensors:
+            if nbytes := tensor.nbytes:
+                parts.append((_BYTE * nbytes).from_address(tensor.data_ptr()))
+        outward.send(parts, _FRAME.size + size)
         return [_Rest(self, outward)] if outward.rest else []
 
-    def receive(self, coord: int, tag: int, tensors: Sequence[Tensor]) -> list[Any]:
-        """What has to be waited for until the message is in the tensors."""
-        return [_Message(self, coord, tag, tensors)]
+    def receive(self, coord: int, tag: int, tensors: Sequence[Tensor]) -> list[Any] | None:
+        """What has to be waited for until the message is in the tensors. None: it comes another way."""
+        size = 0
+        for tensor in tensors:
+            size += tensor.nbytes
+        return [_Message(self, coord, tag, tensors, size)] if self.carries(coord, size) else None
+
+    def carries(self, coord: int, num_bytes: int) -> bool:
+        """Whether a message goes this way."""
+        return coord in self._names and 0 < num_bytes <= self.limit_bytes
 
     def inward(self, coord: int) -> _Inward:
         """The stream from a coord; waits until it has connected."""
+        known = self._inward.get(coord)
+        if known is not None:
+            return known
         while coord not in self._inward:
             try:
                 stream, _ = self._listener.accept()
@@ -125,7 +136,8 @@ class LocalLinks:
         except OSError as error:
             stream.close()
             raise RuntimeError(f"Connection closed by peer: {error}") from error
-        return _Outward(stream, coord)
+        outward = self._outward[coord] = _Outward(stream, coord)
+        return outward
 
     def advance(self, reading: socket.socket | None = None) -> bool:
         """Waits until a stream takes more of what is kept and writes that, or until `reading` has something; whether
@@ -146,7 +158,10 @@ class LocalLinks:
     @property
     def keeps(self) -> bool:
         """Whether something sent is not in the kernel yet."""
-        return any(outward.rest for outward in self._outward.values())
+        for outward in self._outward.values():  # a generator would cost more than the rest
+            if outward.rest:
+                return True
+        return False
 
 
 class _Rest:
@@ -166,14 +181,14 @@ class _Rest:
 class _Message:
     """A message to be received."""
 
-    __slots__ = ("_links", "_coord", "_tag", "_tensors")
+    __slots__ = ("_links", "_coord", "_tag", "_tensors", "_size")
 
-    def __init__(self, links: LocalLinks, coord: int, tag: int, tensors: Sequence[Tensor]) -> None:
-        self._links, self._coord, self._tag, self._tensors = links, coord, tag, tensors
+    def __init__(self, links: LocalLinks, coord: int, tag: int, tensors: Sequence[Tensor], size: int) -> None:
+        self._links, self._coord, self._tag, self._tensors, self._size = links, coord, tag, tensors, size
 
     def wait(self, timeout: timedelta) -> None:
         """Fills the tensors; `timeout` is that of the links."""
-        self._links.inward(self._coord).take(self._links, self._tag, self._tensors)
+        self._links.inward(self._coord).take(self._links, self._tag, self._tensors, self._size)
 
 
 class _Outward:
@@ -183,24 +198,18 @@ class _Outward:
         self.socket, self._coord = stream, coord
         self.rest: deque[memoryview] = deque()
 
-    def send(self, tag: int, tensors: Sequence[Tensor]) -> None:
-        views = [_view(tensor) for tensor in tensors if tensor.numel()]
-        parts: list[bytes | memoryview] = [_FRAME.pack(tag, sum(map(len, views))), *views]
-        if self.rest:
-            self._keep(parts, 0)
-            return
-        try:
-            taken = self.socket.sendmsg(parts, (), socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            taken = 0
-        except OSError as error:
-            raise RuntimeError(f"Connection closed by coord {self._coord}: {error}") from error
-        if taken < sum(map(len, parts)):
-            self._keep(parts, taken)
-
-    def _keep(self, parts: Sequence[bytes | memoryview], taken: int) -> None:
-        """Copies what was not taken: the tensors are the caller's again."""
-        self.rest.append(memoryview(b"".join(parts))[taken:])
+    def send(self, parts: Sequence[Any], size: int) -> None:
+        """Sends buffers of `size` bytes in all; copies what the kernel does not take: they are the caller's again."""
+        taken = 0
+        if not self.rest:
+            try:
+                taken = self.socket.sendmsg(parts, (), socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                raise RuntimeError(f"Connection closed by coord {self._coord}: {error}") from error
+        if taken < size:
+            self.rest.append(memoryview(b"".join(parts))[taken:])
 
     def write_on(self) -> None:
         """Writes as much of what is kept as the kernel takes."""
@@ -222,23 +231,16 @@ class _Inward:
 
     def __init__(self, stream: socket.socket) -> None:
         self.socket = stream
-        self._room = memoryview(bytearray(_ROOM_BYTES))
+        room = bytearray(_ROOM_BYTES)
+        self._room = memoryview(room)
+        self._address = ctypes.addressof(_BYTE.from_buffer(room))
         self._start = self._end = 0  # of what lies in the room unread
-        self._early: dict[int, deque[memoryview]] = {}
+        self._early: dict[int, deque[bytearray]] = {}
 
-    def take(self, links: LocalLinks, tag: int, tensors: Sequence[Tensor]) -> None:
-        """Fills the tensors with the frame of that tag; waits for it."""
-        views = [_view(tensor) for tensor in tensors if tensor.numel()]
-        size = sum(map(len, views))
-        early = self._early.pop(tag, None)
-        if early:
-            payload = early.popleft()
-            if early:
-                self._early[tag] = early
-            if len(payload) != size:
-                raise _wrong_size(len(payload), size)
-            for view in views:
-                view[:], payload = payload[: len(view)], payload[len(view) :]
+    def take(self, links: LocalLinks, tag: int, tensors: Sequence[Tensor], size: int) -> None:
+        """Fills the tensors, of `size` bytes, with the frame of that tag; waits for it."""
+        if tag in self._early:
+            self._take_early(tag, tensors, size)
             return
         while True:
             while self._end - self._start < _FRAME.size:
@@ -246,30 +248,47 @@ class _Inward:
             found, length = _FRAME.unpack_from(self._room, self._start)
             self._start += _FRAME.size
             if found == tag and length == size:
-                for view in views:
-                    self._read(links, view)
+                for tensor in tensors:
+                    self._read(links, tensor.data_ptr(), tensor.nbytes)
                 return
-            payload = memoryview(bytearray(length))
-            self._read(links, payload)
+            payload = bytearray(length)
+            self._read(links, ctypes.addressof(_BYTE.from_buffer(payload)), length)
             if found == tag:
                 raise _wrong_size(length, size)
             self._early.setdefault(found, deque()).append(payload)
 
-    def _read(self, links: LocalLinks, target: memoryview) -> None:
-        """The next bytes: from the room, then straight from the kernel."""
-        count = min(len(target), self._end - self._start)
-        target[:count] = self._room[self._start : self._start + count]
+    def _take_early(self, tag: int, tensors: Sequence[Tensor], size: int) -> None:
+        queue = self._early[tag]
+        payload = queue.popleft()
+        if not queue:
+            del self._early[tag]
+        if len(payload) != size:
+            raise _wrong_size(len(payload), size)
+        address = ctypes.addressof(_BYTE.from_buffer(payload))
+        for tensor in tensors:
+            ctypes.memmove(tensor.data_ptr(), address, tensor.nbytes)
+            address += tensor.nbytes
+
+    def _read(self, links: LocalLinks, target: int, size: int) -> None:
+        """The next bytes, to an address: from the room, then straight from the kernel."""
+        count = min(size, self._end - self._start)
+        ctypes.memmove(target, self._address + self._start, count)
         self._start += count
-        while count < len(target):
-            count += self._from_kernel(links, target[count:])
+        if count == size:
+            return
+        view = memoryview((_BYTE * size).from_address(target))
+        while count < size:
+            count += self._from_kernel(links, view[count:])
 
     def _read_more(self, links: LocalLinks) -> None:
         """Adds to the room, whose rest goes to its front."""
         left = self._end - self._start
-        self._room[:left] = bytes(self._room[self._start : self._end])
-        self._start, self._end = 0, left + self._from_kernel(links, self._room[left:])
+        if left:
+            self._room[:left] = bytes(self._room[self._start : self._end])
+        self._start, self._end = 0, left
+        self._end += self._from_kernel(links, self._room[left:] if left else self._room)
 
-    def _from_kernel(self, links: LocalLinks, target: memoryview) -> int:
+    def _from_kernel(self, links: LocalLinks, target: Any) -> int:
         while links.keeps and not links.advance(self.socket):
             pass
         try:

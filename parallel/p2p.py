@@ -46,8 +46,9 @@ class Sent:
 
     def wait(self) -> None:
         """Blocks (NCCL: the current stream) until the tensors may change; then lets go of them."""
-        self._p2p.finish(self._works, self._channel, self._microbatch)
-        self._works = self._tensors = []
+        if self._works:
+            self._p2p.finish(self._works, self._channel, self._microbatch)
+            self._works = self._tensors = []
 
 
 class Receipt:
@@ -143,7 +144,7 @@ class P2P(Headers):
         for tensor in tensors:
             kept.append(tensor.contiguous())
         works = self.start(channel, microbatch, kept, sending=True)
-        return Sent(self, channel, microbatch, works, kept)
+        return Sent(self, channel, microbatch, works, kept if works else [])
 
     # ---- receiving ------------------------------------------------------------------------------------------------
 
@@ -216,11 +217,13 @@ class P2P(Headers):
         if self.local is not None:
             group, peer = self._group, channel.target if sending else channel.source
             tag, step = self.ends[channel].tag + microbatch * MAX_TENSORS, 1
-            if self.local.carries(peer, sum([tensor.nbytes for tensor in tensors])):
-                try:
-                    return (self.local.send if sending else self.local.receive)(peer, tag, tensors)
-                except RuntimeError as error:
-                    raise ChannelError(f"{self.where(channel, microbatch)}: {error}") from error
+            way = self.local.send if sending else self.local.receive
+            try:
+                local = way(peer, tag, tensors)
+            except RuntimeError as error:
+                raise ChannelError(f"{self.where(channel, microbatch)}: {error}") from error
+            if local is not None:
+                return local
         else:
             link = (channel.source, channel.target)
             group, peer, tag, step = self._links[link], _place(link, sending), 0, 0

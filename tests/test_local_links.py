@@ -142,7 +142,7 @@ def test_ranks_of_other_machines_and_messages_too_large_go_another_way(monkeypat
     zero, one = pair()
     assert zero.carries(1, 1) and zero.carries(1, zero.limit_bytes)
     assert not zero.carries(1, zero.limit_bytes + 1) and not zero.carries(1, 0) and not zero.carries(2, 1)
-    monkeypatch.setattr(local_links, "machine", lambda: "elsewhere")
+    monkeypatch.setattr(local_links, "machine", lambda limit_bytes: "elsewhere")
     far = LocalLinks(2, 1.0)
     zero.learn(2, far.place), zero.learn(3, None)
     assert not zero.carries(2, 1) and not zero.carries(3, 1)

@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 
+from plait.parallel import local_links
 from plait.parallel.mesh import Mesh
 from plait.parallel.p2p import MAX_TENSORS, P2P, Channel, ChannelError, ChannelTimeout, TensorSpec
 from tests.ranks import run_ranks
@@ -256,3 +257,20 @@ def run_limits(rank: int) -> None:
 
 def test_limits_are_said():
     run_ranks(2, run_limits)
+
+
+def run_far_apart(rank: int) -> None:
+    """Ranks that say they are on two machines: gloo carries what the sockets would."""
+    local_links.machine = lambda limit_bytes: f"machine {rank}"  # type: ignore[assignment]
+    p2p, spec = connect(), (TensorSpec((5,), torch.float32),)
+    for m in range(3):
+        if rank == 0:
+            p2p.send(FORWARD, m, [torch.full((5,), float(m))], spec).wait()
+        else:
+            p2p.announce(FORWARD, 0, spec)
+            assert p2p.receive(FORWARD, m).wait()[0].eq(m).all()
+    assert p2p.local is not None and not p2p.local._outward and not p2p.local._inward
+
+
+def test_ranks_of_two_machines_use_gloo():
+    run_ranks(2, run_far_apart)
