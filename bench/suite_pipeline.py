@@ -26,7 +26,7 @@ from plait.bench.suite_train import Collector
 from plait.bench.timer import interleave
 from plait.launch import launch
 from plait.parallel.collectives import all_reduce
-from plait.parallel.mesh import Mesh
+from plait.parallel.mesh import Axis, Mesh
 from plait.parallel.schedules import NAMES, Costs
 from plait.parallel.schedules.action import COMPUTE, singles
 from plait.parallel.schedules.measured import measured_costs
@@ -152,9 +152,10 @@ def run_rank(params: dict[str, Any], options: Options, rank: Rank) -> None:
     samples: dict[str, list[float]] = {}
     plan, wrong = 0.0, check()
     if not wrong:
-        samples = interleave(
+        interleave(
             {name: account.step for name, account in accounts.items()}, options, sync=lambda: all_reduce(flag, axis)
         )
+        samples = spans(accounts, options.rounds, axis)
         plan = plan_s(params) or planned_by_run(params, executors["plait"])
         wrong = check()
     sums = {}
@@ -168,6 +169,21 @@ def run_rank(params: dict[str, Any], options: Options, rank: Rank) -> None:
         record = {"kind": "bench", "wrong": wrong, "samples_s": samples, "check": said, "plan_s": plan}
         rank.emit({**record, **sums, "busy_s": busy_s})
     rank.disconnect()
+
+
+def spans(accounts: Mapping[str, Account], rounds: int, axis: Axis) -> dict[str, list[float]]:
+    """Each counted step from its start on the first rank, which opens every schedule, to the end of the last to end.
+
+    Ranks of one machine share the clock. What brings them together again, some ms among cold processes, is no part of
+    a step. Collective.
+    """
+    first = axis.coord == 0
+    starts, ends = (
+        torch.tensor([account.notes[key][-rounds:] for account in accounts.values()], dtype=DTYPE)
+        for key in ("start_s", "end_s")
+    )
+    starts = all_reduce(starts if first else torch.zeros_like(starts), axis)
+    return dict(zip(accounts, (all_reduce(ends, axis, "max") - starts).tolist(), strict=True))
 
 
 def made(params: dict[str, Any], mesh: Mesh, seed: int) -> tuple[dict[str, Any], Callable[[Any], float], float]:
@@ -201,16 +217,18 @@ def planned_by_run(params: dict[str, Any], executor: Any) -> float:
 
 class Account:
     """Runs an executor's steps and keeps, per step: `busy_s` that its stages slept, `cpu_s` of all threads of the
-    process and `host_s` of this one, both without what the stages' own work takes."""
+    process and `host_s` of this one, both without what the stages' own work takes; when it started and ended."""
 
     def __init__(self, executor: Any) -> None:
         self.executor = executor
-        self.notes: dict[str, list[float]] = {"busy_s": [], "host_s": [], "cpu_s": []}
+        self.notes: dict[str, list[float]] = {key: [] for key in ("busy_s", "host_s", "cpu_s", "start_s", "end_s")}
 
     def step(self) -> None:
         slept, own_cpu = self._stages()
         cpu, host = time.process_time(), time.thread_time()
+        self.notes["start_s"].append(time.perf_counter())
         self.executor.step()
+        self.notes["end_s"].append(time.perf_counter())
         host, cpu = time.thread_time() - host, time.process_time() - cpu
         slept_now, own_cpu_now = self._stages()
         self.notes["busy_s"].append(slept_now - slept)
