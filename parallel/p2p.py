@@ -12,7 +12,8 @@ ends post in the order that `check` has proved. CUDA tensors on gloo are staged 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -214,28 +215,23 @@ class P2P(Headers):
 
     def start(self, channel: Channel, microbatch: int, tensors: Sequence[Tensor], *, sending: bool) -> list[Any]:
         """Starts the tensors of a message; returns works to wait for, none for an empty tensor."""
-        if self.local is not None:
+        if self.tags:
             group, peer = self._group, channel.target if sending else channel.source
             tag, step = self.ends[channel].tag + microbatch * MAX_TENSORS, 1
-            way = self.local.send if sending else self.local.receive
-            try:
-                local = way(peer, tag, tensors)
-            except RuntimeError as error:
-                raise ChannelError(f"{self.where(channel, microbatch)}: {error}") from error
-            if local is not None:
-                return local
         else:
             link = (channel.source, channel.target)
             group, peer, tag, step = self._links[link], _place(link, sending), 0, 0
-        post, works = group.send if sending else group.recv, []
+        post = group.send if sending else group.recv
         try:
-            for tensor in tensors:
-                if tensor.numel():
-                    works.append(post([tensor], peer, tag))
-                tag += step
+            if self.local is not None:
+                if sending:
+                    if self.local.send(peer, tag, tensors):
+                        return []
+                elif local := self.local.receive(peer, tag, tensors, partial(_post, post, tensors, peer, tag, step)):
+                    return local
+            return _post(post, tensors, peer, tag, step)
         except RuntimeError as error:
             raise ChannelError(f"{self.where(channel, microbatch)}: {error}") from error
-        return works
 
     def finish(self, works: Sequence[Any], channel: Channel, microbatch: int) -> None:
         """Waits for the tensors of a message; a failure becomes a ChannelError that names action and peer."""
@@ -245,6 +241,16 @@ class P2P(Headers):
         except RuntimeError as error:
             kind = ChannelTimeout if "timed out" in str(error).lower() else ChannelError
             raise kind(f"{self.where(channel, microbatch)}: {error}") from error
+
+
+def _post(post: Callable[..., Any], tensors: Sequence[Tensor], peer: int, tag: int, step: int) -> list[Any]:
+    """Works of `post` for the tensors that are not empty; the tag grows by `step` for each."""
+    works = []
+    for tensor in tensors:
+        if tensor.numel():
+            works.append(post([tensor], peer, tag))
+        tag += step
+    return works
 
 
 def _place(link: tuple[int, int], sending: bool) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,9 +28,20 @@ def wait(works: list[Any]) -> None:
         work.wait(TIMEOUT)
 
 
-def received(links: LocalLinks, coord: int, tag: int, like: Tensor) -> Tensor:
+class Elsewhere:
+    """The other way: messages by tag."""
+
+    def __init__(self) -> None:
+        self.messages: dict[int, Tensor] = {}
+
+    def receive(self, tag: int, result: Tensor) -> list[Any]:
+        result.copy_(self.messages.pop(tag))
+        return []
+
+
+def received(links: LocalLinks, coord: int, tag: int, like: Tensor, elsewhere: Elsewhere | None = None) -> Tensor:
     result = torch.empty_like(like)
-    wait(links.receive(coord, tag, [result]))
+    wait(links.receive(coord, tag, [result], partial((elsewhere or Elsewhere()).receive, tag, result)))
     return result
 
 
@@ -38,7 +50,7 @@ def test_frames_are_taken_by_tag_in_any_order(order):
     zero, one = pair()
     sent = [torch.full((size,), float(size)) for size in (1, 5, 20_000, 3)]  # the third is larger than the room
     for tag, tensor in enumerate(sent):
-        assert zero.send(1, tag, [tensor]) == []
+        assert zero.send(1, tag, [tensor])
         tensor += 1  # the caller's again
     for tag in order:
         assert torch.equal(received(one, 0, tag, sent[tag]), sent[tag] - 1)
@@ -67,30 +79,44 @@ def test_tensors_of_a_message_keep_their_bits(early):
     got = [torch.empty_like(tensor) for tensor in sent]
     if early:
         assert received(one, 0, 2, torch.tensor([0])).item() == 9
-    wait(one.receive(0, 1, got))
+    wait(one.receive(0, 1, got, list))
     for mine, theirs in zip(sent, got, strict=True):
         assert mine.view(torch.uint8).equal(theirs.view(torch.uint8)) if mine.dim() else mine.item() == theirs.item()
 
 
-def test_what_a_full_kernel_does_not_take_is_sent_while_waiting():
+@pytest.mark.parametrize("early", [False, True])
+def test_a_send_never_waits_and_what_the_buffer_has_no_room_for_is_said_to_go_elsewhere(early):
     """Both ends send more than the kernel holds before either receives: neither blocks, nothing is lost or mixed."""
-    ends = pair()
-    count, size = 12, ends[0].limit_bytes // 8
-    works: list[list[Any]] = [[], []]
+    ends, elsewhere = pair(), (Elsewhere(), Elsewhere())
+    count, size = 40, ends[0].limit_bytes // 8
     for tag in range(count):
         for coord, links in enumerate(ends):
-            works[coord] += links.send(1 - coord, tag, [torch.full((size,), tag + 100 * coord)])
-    assert all(works) and all(links.keeps for links in ends)
-    for tag in range(count):  # both ends are this thread: it may wait only for what can come
+            message = torch.full((size,), tag + 100 * coord)
+            if not links.send(1 - coord, tag, [message]):
+                elsewhere[coord].messages[tag] = message
+    for other in elsewhere:
+        assert 0 < len(other.messages) < count and min(other.messages) >= 3  # a few always fit
+    for tag in reversed(range(count)) if early else range(count):
         for coord, links in enumerate(ends):
-            other = ends[1 - coord]
-            for outward in other._outward.values():
-                outward.write_on()
-            got = received(links, 1 - coord, tag, torch.empty(size, dtype=torch.int64))
+            got = received(links, 1 - coord, tag, torch.empty(size, dtype=torch.int64), elsewhere[1 - coord])
             assert got.eq(tag + 100 * (1 - coord)).all()
-    for coord in range(2):
-        wait(works[coord])
-        assert not ends[coord].keeps
+    assert not any(other.messages for other in elsewhere)
+    for coord, links in enumerate(ends):  # read, so that there is room again
+        assert links.send(1 - coord, 0, [torch.ones(size)])
+
+
+@pytest.mark.parametrize("asked", [4 << 20, 212_992, 50_000])
+def test_what_is_counted_as_room_is_what_the_kernel_has(monkeypatch, asked):
+    """Frames of every size fill half of the buffer: the kernel takes each of them whole and at once."""
+    monkeypatch.setattr(local_links, "_BUFFER_BYTES", asked)
+    zero, one = pair(timeout_s=0.1)
+    for first, size in enumerate((1, 100, 4096, 5000, zero.limit_bytes // 4, zero.limit_bytes)):
+        tag = first << 20
+        while zero.send(1, tag, [torch.full((size,), 1, dtype=torch.uint8)]):
+            tag += 1
+        assert tag - (first << 20) >= 2
+        for taken in range(first << 20, tag):
+            assert received(one, 0, taken, torch.empty(size, dtype=torch.uint8)).all()
 
 
 def test_another_size_is_an_error_not_other_data():
@@ -112,10 +138,9 @@ def test_who_waits_for_a_peer_that_says_nothing_is_told_in_time():
     with pytest.raises(RuntimeError, match="timed out after 0.1 s"):
         received(one, 0, 0, torch.ones(1))
     assert received(one, 0, 1, torch.ones(1)).item() == 1  # what came meanwhile is kept
-    while not zero.keeps:
-        works = zero.send(1, 2, [torch.ones(1 << 15)])
-    with pytest.raises(RuntimeError, match="timed out after 0.1 s"):
-        wait(works)
+    with pytest.raises(RuntimeError, match="timed out: coord 1 has read nothing for 0.1 s"):
+        for _ in range(100_000):  # of which each that finds no room says so
+            zero.send(1, 2, [torch.ones(1 << 15)])
 
 
 def test_a_peer_that_left_is_told_at_once_but_what_it_sent_arrives():

@@ -274,3 +274,28 @@ def run_far_apart(rank: int) -> None:
 
 def test_ranks_of_two_machines_use_gloo():
     run_ranks(2, run_far_apart)
+
+
+def run_without_room(rank: int) -> None:
+    """A socket whose buffer has room for a few messages: gloo carries the others, and frames say so."""
+    local_links._BUFFER_BYTES = 20_000
+    p2p, specs = connect(num_microbatches=24), (TensorSpec((64,), torch.float32), TensorSpec((2,), torch.int64))
+    out, back = (FORWARD, BACK) if rank == 0 else (BACK, FORWARD)
+    p2p.announce(back, 0, specs)
+    p2p.send(out, 0, [torch.zeros(64), torch.zeros(2, dtype=torch.int64)], specs).wait()
+    p2p.receive(back, 0).wait()
+    torch.distributed.barrier()
+    sent = [p2p.send(out, m, [torch.full((64,), m + 0.5), torch.tensor([m, rank])], specs) for m in range(24)]
+    by_gloo = [bool(one._works) for one in sent]
+    assert not any(by_gloo[:2]) and all(by_gloo[16:])
+    torch.distributed.barrier()  # until here nobody reads
+    receipts = [p2p.receive(back, m) for m in range(24)]
+    for m in reversed(range(24)):
+        values, place = receipts[m].wait()
+        assert values.eq(m + 0.5).all() and place.tolist() == [m, 1 - rank]
+    for one in sent:
+        one.wait()
+
+
+def test_what_a_socket_has_no_room_for_comes_by_gloo():
+    run_ranks(2, run_without_room)
