@@ -181,9 +181,10 @@ class Pipeline:
         """One step: forward and backward of all micro-batches; gradients are added to what is there.
 
         Every tensor of `inputs` whose dim 0 is that of `targets` (B) and whose key does not start with "shared_" is
-        split into M equal parts, as `targets` is; stages get them with "microbatch" and "targets" added. Or `inputs`
-        is a list of M such mappings and `targets` a list of M tensors, one for each micro-batch: nothing is split,
-        and lengths may differ. All ranks of a pipeline get the same form and shapes.
+        split into M equal parts, as `targets` is; stages get them with "microbatch", "targets" and in training
+        "sum_grad" added: 1 / divisor, the gradient that loss_sum will get. Or `inputs` is a list of M such mappings
+        and `targets` a list of M tensors, one for each micro-batch: nothing is split, and lengths may differ. All
+        ranks of a pipeline get the same form and shapes.
 
         `divisor` is the number of tokens that the loss is a mean over. metrics="mean": all ranks get the means over
         the whole mesh, by one all-reduce; "local": no message, each rank gets its own share (zero without the last
@@ -219,6 +220,9 @@ class Pipeline:
         state, count = self._state, self.schedule.num_microbatches
         listed = not isinstance(inputs, Mapping)
         state.microbatches = _listed(inputs, targets, count) if listed else _split(inputs, targets, count)
+        if training and divisor:
+            for each in state.microbatches:
+                each["sum_grad"] = 1.0 / divisor
         state.listed = listed and count > 1  # the only micro-batch needs no list
         state.training, state.divisor, state.results = training, divisor or 0.0, []
         state.live = state.peak_live = state.deferred = state.peak_deferred = 0

@@ -103,8 +103,8 @@ class VocabParallelHead(nn.Module):
     Options as `plait.kernels.linear_cross_entropy`. Padding never enters the loss: it is cut off before the product.
     With `grad_in_forward` the forward makes both gradients beside the loss: three products, not four. They wait for
     the backward (and, in a split one, the weight's for W): right where few micro-batches lie in between. Over shards
-    the statistics are exchanged once per chunk of tokens. A forward that is told what gradient the sum will get adds
-    the weight's gradient to where it lives, and makes no [V_local, D] of its own.
+    the statistics are exchanged once per chunk of tokens. A forward that is told what gradient the sum will get does
+    so too, but adds the weight's gradient to where it lives; what waits is the input's, in place of the input.
     """
 
     def __init__(
@@ -145,12 +145,11 @@ class VocabParallelHead(nn.Module):
 
         Both are 0-dim and equal on the whole axis; the sum is fp32 (fp64 for fp64), the count int64. With
         `weight_per_token` [B, T], the same on the whole axis, both are weighted, and differentiable in the weights.
-        `sum_grad` is the gradient that the sum will get (1 / the divisor), for `grad_in_forward`: each such forward
-        must have its backward, and another gradient is an error on the CPU, and NaN on a GPU.
+        `sum_grad` is the gradient that the sum will get (1 / the divisor): both gradients are then made here. Each
+        such forward must have its backward, and another gradient is an error on the CPU, and NaN on a GPU. Without
+        gradients (evaluation) it says nothing.
         """
-        if sum_grad is not None and not self.grad_in_forward:
-            raise ValueError(f"sum_grad is {sum_grad}; expected None in a head without grad_in_forward")
-        once = self.grad_in_forward and torch.is_grad_enabled()
+        once = (self.grad_in_forward or sum_grad is not None) and torch.is_grad_enabled()
         if weight_per_token is None:
             return _Loss.apply(x, self, targets, self.weight, None, once, sum_grad)
         if weight_per_token.shape != targets.shape:
@@ -182,7 +181,7 @@ class _Loss(torch.autograd.Function):
 
     One small all-gather carries four numbers per token and rank. Backward makes the logits again in chunks; unless
     the sink defers, the same chunks give both gradients. With `once` both are made in the forward and held, but with
-    `sum_grad` only dx is: the weight's is added to where it lives, and the backward announces it.
+    `sum_grad` only dx is, and nothing else: the weight's is added to where it lives, and the backward announces it.
     """
 
     @staticmethod
@@ -208,7 +207,8 @@ class _Loss(torch.autograd.Function):
         )  # fmt: skip
         count = counts.sum()
         ctx.layer, ctx.shape = layer, full.shape
-        ctx.save_for_backward(rows, flat, lse, shares, weight, None if weights is None else loss.view(targets.shape))
+        again = (None,) * 5 if once and sum_grad is not None else (rows, flat, lse, shares, weight)
+        ctx.save_for_backward(*again, None if weights is None else loss.view(targets.shape))
         ctx.mark_non_differentiable(count)
         return (loss if weights is None else loss * shares).sum(), count
 

@@ -81,12 +81,13 @@ class LlamaStage(nn.Module):
 
         x: () on the first stage, else the residual stream [b, T(/tp), D]. inputs: "tokens" int64 [b, T],
         "shared_positions" int64 [T], "sample_offset", "microbatch", "seed", "step", and on the last stage "targets"
-        int64 [b, T]. Returns (residual stream,), or (loss_sum, count, extras) on the last stage.
+        int64 [b, T], and in training "sum_grad", with which the head makes its gradients beside the loss. Returns
+        (residual stream,), or (loss_sum, count, extras) on the last stage.
         """
         hidden = self.hidden(x, inputs)
         if not self.last:
             return (hidden,)
-        loss_sum, count = self.head(hidden, inputs["targets"])
+        loss_sum, count = self.head(hidden, inputs["targets"], sum_grad=inputs.get("sum_grad"))
         return loss_sum, count, {}
 
     def hidden(self, x: tuple[Tensor, ...], inputs: Mapping[str, Any]) -> Tensor:
