@@ -19,10 +19,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from plait.parallel.collectives import Handle
 from plait.parallel.mesh import Axis
 from plait.parallel.placement import Placement
-from plait.parallel.wire import Phase, part_of, whole_sum
+from plait.parallel.wire import Nodes, Phase, Relay, gathered, scattered_sum, shard_of, whole_sum
 
 ALIGN = 64  # elements: 128 bytes at 16 bits, the alignment that vector loads and TMA ask for
 
@@ -55,7 +54,7 @@ class Bucket:
     zero: int
     steps: tuple[Axis, ...] = ()
     late: bool = False
-    nodes: tuple[Axis, Axis] | None = None  # dp inside a node and across nodes, where it spans several
+    nodes: Nodes | None = None  # of dp, where it spans several
     wire_dtype: torch.dtype | None = None  # what gradients travel over dp in; None: their own
     main: ClassVar[Tensor | None] = None  # master weights are the optimizer's own
     params: Tensor = field(init=False)
@@ -66,9 +65,8 @@ class Bucket:
         default_factory=Counter, init=False
     )  # with `shards_grads`: gradients in this step
     arrived: set[Slot] = field(default_factory=set, init=False)
-    todo: list[Phase] = field(default_factory=list, init=False)
     started: bool = field(default=False, init=False)
-    handle: Handle | None = field(default=None, init=False)
+    sums: Relay | None = field(default=None, init=False)  # under way or done
 
     def __post_init__(self) -> None:
         """Sorts the slots into few runs, allocates, and moves the parameters into the flat buffer."""
@@ -117,7 +115,7 @@ class Bucket:
     @property
     def shard(self) -> tuple[int, int]:
         """The range of the flat buffers that is this dp coord's to own (ZeRO-1, 2) and to count (always)."""
-        return part_of(self.numel, self.axis)
+        return shard_of(self.numel, self.axis, self.nodes)
 
     @property
     def owned(self) -> tuple[int, int]:
@@ -137,9 +135,8 @@ class Bucket:
         """Forgets the gradients and the progress of a step. No reduction may be under way."""
         self.grads.zero_()
         self.arrived.clear()
-        self.todo = []
         self.started = False
-        self.handle = None
+        self.sums = None
         self.passes = 0
         self.arrivals.clear()
         if self.shards_grads:
@@ -152,32 +149,26 @@ class Bucket:
             slot.param.main_grad = None  # type: ignore[attr-defined]
 
     def start_reduce(self) -> None:
-        """Starts the first sum; `advance` starts the others."""
+        """Starts the first sum; the others start as `sums` advances."""
         self.started = True
-        self.todo = [Phase("all_reduce", axis, (0, self.numel)) for axis in self.steps]
-        if self.zero:
-            self.todo.append(self.scatter)
-        else:
-            self.todo += whole_sum(self.numel, self.axis, self.nodes, self.wire_dtype)
-        self._start_next()
+        phases = [Phase("all_reduce", axis, (0, self.numel)) for axis in self.steps]
+        phases += self.scatter if self.zero else whole_sum(self.numel, self.axis, self.nodes, self.wire_dtype)
+        self.sums = Relay(phases, self.grads)
 
     @property
-    def scatter(self) -> Phase:
+    def scatter(self) -> list[Phase]:
         """The sum over dp of which this rank keeps its shard."""
-        return Phase("reduce_scatter", self.axis, self.shard, self.wire_dtype)
+        return scattered_sum(self.numel, self.axis, self.nodes, self.wire_dtype)
 
-    def advance(self) -> bool:
-        """Waits for the sum under way and starts the next one; False when there was nothing left to wait for."""
-        if self.handle is None:
-            return False
-        self.handle.wait()
-        self.handle = None
-        if self.todo:
-            self._start_next()
-        return True
+    @property
+    def gather(self) -> list[Phase]:
+        """Brings the shards of all dp ranks together; nothing to do without ZeRO."""
+        return gathered(self.numel, self.axis, self.nodes) if self.zero and self.axis.size > 1 else []
 
-    def _start_next(self) -> None:
-        self.handle = self.todo.pop(0).start(self.grads)
+    @property
+    def busy(self) -> bool:
+        """True while a sum is under way."""
+        return self.sums is not None and not self.sums.is_done
 
 
 def round_up(number: int, unit: int) -> int:

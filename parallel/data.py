@@ -13,7 +13,6 @@ bucket of plain parameters is summed after every micro-batch instead (sharded_gr
 
 from __future__ import annotations
 
-import logging
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 
 from plait.parallel.buckets import Bucket, Slot, fill, layout_of, overlap
 from plait.parallel.collectives import all_gather
-from plait.parallel.grad_norm import clip_factor, grid_norm, norm_power_of
+from plait.parallel.grad_norm import GridNorm, clip_factor, norm_power_of
 from plait.parallel.gradients import grad_home
 from plait.parallel.mesh import Mesh
 from plait.parallel.placement import Placement, placement_of
@@ -33,6 +32,7 @@ from plait.parallel.schedules import Op, Schedule
 from plait.parallel.schedules.action import singles
 from plait.parallel.sharded_adamw import ShardedAdamW
 from plait.parallel.sharded_grads import GradShards
+from plait.parallel.wire import advance_all
 
 if TYPE_CHECKING:
     from plait.parallel.fully_sharded import ShardedParam
@@ -64,15 +64,16 @@ class Shard:
     stop: int
 
 
-class DataParallel:
+class DataParallel(GridNorm):
     """The flat buckets of this rank's stages, and the reduction of their gradients.
 
     Construction moves every parameter that requires a gradient into a bucket; `param.data` is a view from then on.
     `tied` maps a stage to this rank's copy of the tied weight and `tied_ranks` are the two global ranks that hold one
     (default: this rank alone where it has both, else first and last of the pp axis). `bucket_bytes`: see
     `plait.parallel.wire.measured_bucket_bytes`. `wire_dtype`: what gradients travel over dp in (bfloat16: half the
-    bytes, one rounding of each rank's part and one of the sum). With zero=0 on a mesh with `node_size` the sum is
-    hierarchical. Collective over dp, the replicas and the tied pair.
+    bytes, one rounding of each rank's part and one of the sum; over nodes, one more). On a mesh with `node_size` the
+    sum, and with ZeRO the gathering of new weights, goes node by node. Collective over dp, the replicas and the tied
+    pair.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class DataParallel:
             is_vector = self.zero == 2 and not late and slot.param.dim() < 2  # sharded_grads.py says why
             groups.setdefault((late, slot.stages, slot.tied, is_vector, partial_ranks), []).append(slot)
         buckets = []
-        nodes = None if self.zero else self.mesh.across_nodes(self.axis)
+        nodes = self.mesh.across_nodes(self.axis)
         for (late, _, is_tied, _, ranks), members in sorted(groups.items(), key=lambda group: group[0][:4]):
             steps = [self.mesh.line("tied", self._tied_ranks)] if is_tied else []
             steps += [self.mesh.line("replicas", ranks)] if len(ranks) > 1 else []
@@ -143,7 +144,7 @@ class DataParallel:
 
     def zero_grad(self) -> None:
         """Begins a step: all accumulated gradients are zero. RuntimeError while reductions are under way."""
-        if any(bucket.handle is not None for bucket in self.buckets) or not self._shards.is_idle:
+        if any(bucket.busy for bucket in self.buckets) or not self._shards.is_idle:
             raise RuntimeError("zero_grad while gradients are being reduced: finish() the step or drop() it")
         for bucket in self.buckets:
             bucket.reset()
@@ -155,12 +156,8 @@ class DataParallel:
     def drop(self) -> None:
         """Gives a step up: ends what is under way, also when peers are gone, and zeroes what was accumulated."""
         for bucket in self.buckets:
-            if bucket.handle is not None:
-                try:
-                    bucket.handle.wait()
-                except RuntimeError as error:
-                    logging.getLogger(__name__).warning("dropped a reduction that failed: %s", error)
-                bucket.handle = None
+            if bucket.sums is not None:
+                bucket.sums.drop()
         self._shards.drop()
         self.zero_grad()
 
@@ -198,9 +195,7 @@ class DataParallel:
         if missing:
             raise RuntimeError(f"finish() before reduce() of stages {missing}")
         self._shards.finish()
-        # Rounds over all buckets, so that each round's messages travel together; in one order on all ranks.
-        while any([bucket.advance() for bucket in self.buckets]):
-            pass
+        advance_all([bucket.sums for bucket in self.buckets if bucket.sums is not None])
 
     def _arrived(self, bucket: Bucket, slot: Slot, param: Tensor) -> None:
         """Gradient-ready hook: counts the bucket down, and starts it and those that waited for it."""
@@ -243,14 +238,6 @@ class DataParallel:
                 if counted and common:
                     parts.append(bucket.grads_in(*common))
         return norm_power_of(parts, p, self.mesh.device)
-
-    def norm_squared(self) -> Tensor:
-        """This rank's part of the squared norm, fp64, 0-dim: the sum over the world is the squared norm."""
-        return self.norm_power(2.0)
-
-    def grad_norm(self, p: float = 2.0) -> Tensor:
-        """The norm of all gradients of the grid, fp64, 0-dim, the same on every rank; collective over the world."""
-        return grid_norm(self.norm_power(p), self.mesh, p)
 
     def shards(self) -> Iterator[Shard]:
         """Yields the owned part of every parameter, without padding; parts that are empty are left out."""

@@ -26,7 +26,7 @@ from torch.distributed.tensor import Shard as ShardOf
 from plait.parallel.buckets import Slot, main_dtype
 from plait.parallel.collectives import all_reduce
 from plait.parallel.data import Shard, check_zero3, decays, slots_of, tied_pair
-from plait.parallel.grad_norm import grid_norm, norm_power_of
+from plait.parallel.grad_norm import GridNorm, norm_power_of
 from plait.parallel.mesh import Axis, Mesh
 from plait.parallel.placement import Placement
 from plait.parallel.schedules import Schedule
@@ -51,8 +51,7 @@ class ShardedParam:
     params: Tensor  # flat, in the model's dtype: what is saved as the weight; the shard itself unless that is narrow
     main: Tensor | None  # flat fp32 master weights, where the model's dtype is narrower: FSDP2's own shard
 
-    axis: Axis = Axis.single("dp")  # an update sends nothing: the next use gathers
-    zero = 0
+    gather = ()  # an update sends nothing: the next use gathers
 
     @property
     def local(self) -> Tensor:
@@ -76,7 +75,7 @@ class ShardedParam:
         yield key(self.slot), 0, self.params.numel()
 
 
-class FullySharded:
+class FullySharded(GridNorm):
     """FSDP2 over the dp axis for this rank's stages, with the methods of `DataParallel`.
 
     `units` says which modules of a stage are gathered one by one; the rest of a stage is one more unit. Parameters in
@@ -164,14 +163,6 @@ class FullySharded:
         """As `DataParallel.norm_power`: this rank's part of sum |g|^p over the grid, fp64, 0-dim."""
         parts = [bucket.grads_in(*bucket.owned) for bucket in self.buckets if bucket.slot.counted]
         return norm_power_of([part for part in parts if part.numel()], p, self.mesh.device)
-
-    def norm_squared(self) -> Tensor:
-        """This rank's part of the squared norm, fp64, 0-dim: the sum over the world is the squared norm."""
-        return self.norm_power(2.0)
-
-    def grad_norm(self, p: float = 2.0) -> Tensor:
-        """The norm of all gradients of the grid, fp64, 0-dim, the same on every rank; collective over the world."""
-        return grid_norm(self.norm_power(p), self.mesh, p)
 
     def shards(self) -> Iterator[Shard]:
         """Yields the shard of every parameter as its box of the full tensor; what is empty here is left out."""

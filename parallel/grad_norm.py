@@ -32,11 +32,24 @@ def norm_power_of(parts: Sequence[Tensor], p: float, device: torch.device) -> Te
     return total
 
 
-def grid_norm(power: Tensor, mesh: Mesh, p: float) -> Tensor:
-    """Returns the norm whose part of this rank is `power`; collective over the world."""
-    world = mesh.axis(*mesh.grid.names)
-    total = all_reduce(power, world, "max" if p == float("inf") else "sum")
-    return total.sqrt() if p == 2.0 else total
+class GridNorm:
+    """The norm of a grid's gradients for a class that knows its rank's part of it, `norm_power`."""
+
+    mesh: Mesh
+
+    def norm_power(self, p: float = 2.0) -> Tensor:
+        """This rank's part of sum |g|^p over the grid (max |g| for inf), fp64, 0-dim."""
+        raise NotImplementedError
+
+    def norm_squared(self) -> Tensor:
+        """This rank's part of the squared norm, fp64, 0-dim: the sum over the world is the squared norm."""
+        return self.norm_power(2.0)
+
+    def grad_norm(self, p: float = 2.0) -> Tensor:
+        """The norm of all gradients of the grid, fp64, 0-dim, the same on every rank; collective over the world."""
+        world = self.mesh.axis(*self.mesh.grid.names)
+        total = all_reduce(self.norm_power(p), world, "max" if p == float("inf") else "sum")
+        return total.sqrt() if p == 2.0 else total
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

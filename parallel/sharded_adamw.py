@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from plait import kernels
 from plait.parallel.buckets import Bucket
-from plait.parallel.collectives import Handle, all_gather
 from plait.parallel.placement import Placement
+from plait.parallel.wire import Relay, advance_all
 
 if TYPE_CHECKING:
     from plait.parallel.data import DataParallel
@@ -114,12 +114,11 @@ class ShardedAdamW:
         for hook in list(self._step_hooks.values()):
             hook(self, (lr, weight_decay, grad_scale), {})
         self.steps += 1
-        gathers = []
+        gathers: list[Relay] = []
         for bucket, state in zip(self._buckets, self._states, strict=True):
             self._update(bucket, state, lr, weight_decay, grad_scale)
-            gathers.append(self._start_gather(bucket))
-        for gather in gathers:
-            gather.wait()
+            gathers += self._start_gather(bucket)
+        advance_all(gathers)
 
     def _update(
         self,
@@ -151,13 +150,13 @@ class ShardedAdamW:
                 grad_scale=grad_scale,
             )
 
-    def _start_gather(self, bucket: Bucket | ShardedParam) -> Handle:
+    def _start_gather(self, bucket: Bucket | ShardedParam) -> list[Relay]:
         """Starts to bring the bucket's shards of the weights to all dp ranks; nothing to do without ZeRO."""
-        first, last = bucket.owned
-        if bucket.zero and bucket.axis.size > 1:
-            self._before_write(bucket.params)
-            return all_gather(bucket.params[first:last], bucket.axis, out=bucket.params, async_op=True)
-        return Handle(None, bucket.params)
+        phases = bucket.gather
+        if not phases:
+            return []
+        self._before_write(bucket.params)
+        return [Relay(phases, bucket.params)]
 
     # ---- state ----
 
@@ -173,8 +172,7 @@ class ShardedAdamW:
     @torch.no_grad()
     def gather_params(self) -> None:
         """Brings each dp rank's shard of the weights to all, after `pieces` were restored; nothing without ZeRO."""
-        for gather in [self._start_gather(bucket) for bucket in self._buckets]:
-            gather.wait()
+        advance_all([gather for bucket in self._buckets for gather in self._start_gather(bucket)])
 
     def pieces(self) -> Iterator[Piece]:
         """Yields what this rank has to save or restore, in a fixed order."""

@@ -12,7 +12,6 @@ Gradients then take bytes / dp plus a few buckets, and each micro-batch sends wh
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from plait.parallel.buckets import Bucket, Slot
-from plait.parallel.collectives import Handle
+from plait.parallel.wire import Relay, advance_all
 
 MAX_IN_FLIGHT = 2  # one travels while the next one's gradients are computed
 
@@ -32,7 +31,7 @@ class _Flight:
 
     bucket: Bucket
     full: Tensor
-    handle: Handle
+    sums: Relay
 
 
 class GradShards:
@@ -82,16 +81,14 @@ class GradShards:
 
     def finish(self) -> None:
         """Waits until all parts are added to their shards. RuntimeError names a peer that did not answer."""
+        advance_all([flight.sums for flight in self._flights])
         while self._flights:
             self._settle()
 
     def drop(self) -> None:
         """Ends what is under way and forgets it, also when peers are gone."""
         for flight in self._flights:
-            try:
-                flight.handle.wait()
-            except RuntimeError as error:
-                logging.getLogger(__name__).warning("dropped a reduction that failed: %s", error)
+            flight.sums.drop()
         self._flights.clear()
 
     @property
@@ -102,16 +99,19 @@ class GradShards:
     def _start(self, bucket: Bucket) -> None:
         while len(self._flights) >= MAX_IN_FLIGHT:
             self._settle()
+        if bucket.nodes is not None:  # on to the next phase, in the node or across
+            for flight in self._flights:
+                flight.sums.advance()
         self.lend(bucket)  # its gradients may all have gone with an earlier sum
         full = bucket.full
         assert full is not None
-        self._flights.append(_Flight(bucket, full, bucket.scatter.start(full)))
+        self._flights.append(_Flight(bucket, full, Relay(bucket.scatter, full)))
         bucket.passes += 1
         bucket.give_back()
 
     def _settle(self) -> None:
         flight = self._flights[0]
-        flight.handle.wait()
+        flight.sums.wait()
         self._flights.popleft()
         start, stop = flight.bucket.shard
         flight.bucket.grads.add_(flight.full[start:stop])

@@ -5,14 +5,18 @@ each one collective on a known part of the flat tensor, so that the phases of ma
 
 Between nodes a link is slow and shared by the ranks of a node. Hierarchical all-reduce: reduce-scatter in the node,
 all-reduce of each rank's part across nodes, all-gather in the node; a node then sends 2 (n - 1) / n of the bytes
-once, not once per rank (Horovod's NCCLHierarchicalAllreduce; Mikami et al. 2018, 2D-torus).
+once, not once per rank (Horovod's NCCLHierarchicalAllreduce; Mikami et al. 2018, 2D-torus). With ZeRO the middle
+phase is a reduce-scatter too, and new weights come back the same way: gathered across nodes, then in the node. So
+that every phase is one run of memory, shards lie in the order (place in the node, node): `shard_of`.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,11 +29,14 @@ from plait.parallel.mesh import Axis
 _PROBES = (64 << 10, 16 << 20)  # bytes
 _MAX_BUCKET = 256 << 20
 
+Nodes = tuple[Axis, Axis]  # an axis that spans nodes: inside this node, and across nodes
+
 
 @dataclass(frozen=True)
 class Phase:
     """One collective over `axis`: a sum of, a scatter into, or a gather from elements `part` of a flat tensor.
 
+    `whole`: what is scattered or gathered, of which `part` is this coord's share; None: all of the flat tensor.
     `dtype`: what travels, summed in fp32 and rounded once; None: the tensor's own.
     """
 
@@ -37,14 +44,16 @@ class Phase:
     axis: Axis
     part: tuple[int, int]
     dtype: torch.dtype | None = None
+    whole: tuple[int, int] | None = None
 
     def start(self, flat: Tensor) -> Handle:
         """Starts it in place; what lies outside `part` after a scatter is of no use."""
         mine = flat[self.part[0] : self.part[1]]
         if self.axis.size == 1:
             return Handle(None, mine)
+        whole = flat if self.whole is None else flat[self.whole[0] : self.whole[1]]
         sends, gets = {
-            "all_reduce": (mine, mine), "reduce_scatter": (flat, mine), "all_gather": (mine, flat),
+            "all_reduce": (mine, mine), "reduce_scatter": (whole, mine), "all_gather": (mine, whole),
         }[self.kind]  # fmt: skip
         sent = sends if self.dtype is None else sends.to(self.dtype)
         got = gets if self.dtype is None else sent if self.kind == "all_reduce" else sent.new_empty(gets.shape)
@@ -57,10 +66,53 @@ class Phase:
         return handle if self.dtype is None else Handle(lambda: gets.copy_(handle.wait()))
 
 
-def whole_sum(
-    numel: int, axis: Axis, nodes: tuple[Axis, Axis] | None = None, dtype: torch.dtype | None = None
-) -> list[Phase]:
-    """The phases that give every rank of `axis` the sum. `nodes`: the axis inside a node and the one across nodes.
+class Relay:
+    """Phases on one flat tensor, each started when the one before was waited for; the first one at once.
+
+    Rule: `advance` of several relays is called in one order on all ranks of their axes.
+    """
+
+    def __init__(self, phases: Sequence[Phase], flat: Tensor) -> None:
+        self._flat, self._todo = flat, list(phases)
+        self._handle: Handle | None = self._todo.pop(0).start(flat)
+
+    def advance(self) -> bool:
+        """Waits for the phase under way and starts the next one; False when there was nothing left to wait for."""
+        if self._handle is None:
+            return False
+        self._handle.wait()
+        self._handle = self._todo.pop(0).start(self._flat) if self._todo else None
+        return True
+
+    def wait(self) -> None:
+        """Goes through to the end."""
+        while self.advance():
+            pass
+
+    @property
+    def is_done(self) -> bool:
+        """True when the last phase was waited for."""
+        return self._handle is None
+
+    def drop(self) -> None:
+        """Ends the phase under way, also when peers are gone, and leaves the others out."""
+        handle, self._handle, self._todo = self._handle, None, []
+        if handle is None:
+            return
+        try:
+            handle.wait()
+        except RuntimeError as error:
+            logging.getLogger(__name__).warning("dropped a reduction that failed: %s", error)
+
+
+def advance_all(relays: Sequence[Relay]) -> None:
+    """Goes through all relays to the end, in rounds, so that each round's messages travel together."""
+    while any([relay.advance() for relay in relays]):
+        pass
+
+
+def whole_sum(numel: int, axis: Axis, nodes: Nodes | None = None, dtype: torch.dtype | None = None) -> list[Phase]:
+    """The phases that give every rank of `axis` the sum.
 
     `numel` is a multiple of the axis' size.
     """
@@ -73,6 +125,38 @@ def whole_sum(
         Phase("all_reduce", across, part, dtype),
         Phase("all_gather", inside, part, dtype),
     ]
+
+
+def scattered_sum(
+    numel: int, axis: Axis, nodes: Nodes | None = None, dtype: torch.dtype | None = None
+) -> list[Phase]:
+    """The phases that give every rank of `axis` the sum of its shard; the rest of the tensor is of no use then."""
+    shard = shard_of(numel, axis, nodes)
+    if nodes is None:
+        return [Phase("reduce_scatter", axis, shard, dtype)]
+    part = part_of(numel, nodes[0])
+    return [
+        Phase("reduce_scatter", nodes[0], part, dtype),
+        Phase("reduce_scatter", nodes[1], shard, dtype, part),
+    ]
+
+
+def gathered(numel: int, axis: Axis, nodes: Nodes | None = None) -> list[Phase]:
+    """The phases that give every rank of `axis` the shards of all."""
+    shard = shard_of(numel, axis, nodes)
+    if nodes is None:
+        return [Phase("all_gather", axis, shard)]
+    part = part_of(numel, nodes[0])
+    return [Phase("all_gather", nodes[1], shard, None, part), Phase("all_gather", nodes[0], part)]
+
+
+def shard_of(numel: int, axis: Axis, nodes: Nodes | None = None) -> tuple[int, int]:
+    """This coord's shard of a flat tensor; of several nodes, the node's share of what its place in the node has."""
+    if nodes is None:
+        return part_of(numel, axis)
+    first, last = part_of(numel, nodes[0])
+    start, stop = part_of(last - first, nodes[1])
+    return first + start, first + stop
 
 
 def part_of(numel: int, axis: Axis) -> tuple[int, int]:

@@ -346,6 +346,63 @@ def test_a_sum_over_two_nodes_crosses_them_with_a_part(wire_dtype):
         assert torch.equal(grads, results[0][2])
 
 
+def body_zero_on_nodes(rank, zero, node_size, wire_dtype=None):
+    """Two steps on nodes; then what one more step sends, the shard's place, and the weights."""
+    model = model_of()
+    dp = DataParallel(
+        {0: model}, Mesh.create(dp=4, node_size=node_size), zero=zero, bucket_bytes=1000, wire_dtype=wire_dtype
+    )
+    optimizer = ShardedAdamW(dp)
+    norms = train_parallel(dp, optimizer, model, 2, 2)
+    log = Log()
+    norms += train_parallel(dp, optimizer, model, 1, 1, first=2)
+    sent = Counter((kind, axis, numel) for kind, axis, numel in log.events)
+    return sent, [bucket.shard for bucket in dp.buckets], norms, [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("zero", [1, 2])
+def test_zero_over_two_nodes_scatters_and_gathers_node_by_node(zero):
+    """Half of a bucket crosses the nodes, both ways; shards cover it once; the run is that of one process."""
+    weights, norms = train_alone(3)
+    results = run_ranks(4, body_zero_on_nodes, zero, 2)
+    for sent, _, got_norms, got in results:
+        sizes = Counter(numel for kind, axis, numel in sent.elements() if axis == "dp_in_node" and "scatter" in kind)
+        assert sizes and sent == Counter(
+            {
+                key: count
+                for numel, count in sizes.items()
+                for key in (
+                    ("reduce_scatter", "dp_in_node", numel),
+                    ("reduce_scatter", "dp_across_nodes", numel // 2),
+                    ("all_gather", "dp_across_nodes", numel // 4),
+                    ("all_gather", "dp_in_node", numel // 2),
+                )
+            }
+        )
+        close(got, weights)
+        assert got_norms == pytest.approx(norms, rel=1e-12) and got_norms == results[0][2]
+        assert all(torch.equal(a, b) for a, b in zip(got, results[0][3], strict=True))
+    for shards in zip(*(places for _, places, _, _ in results), strict=True):
+        quarter = shards[0][1] - shards[0][0]
+        assert [start // quarter for start, _ in shards] == [0, 2, 1, 3]  # in the order (place in the node, node)
+        assert all(stop - start == quarter for start, stop in shards)
+    flat = run_ranks(4, body_zero_on_nodes, zero, 0)
+    assert {axis for sent, *_ in flat for _, axis, _ in sent} == {"dp"}
+    narrow = run_ranks(4, body_zero_on_nodes, zero, 2, torch.bfloat16)
+    assert narrow[0][2] != norms and narrow[0][2] == pytest.approx(norms, rel=2e-2)
+
+
+@pytest.mark.ranks
+def test_pieces_of_a_run_on_nodes_cover_every_element_once_and_restore_without_them():
+    results = run_ranks(4, body_pieces, 1, 4, 2)
+    state = merge(results)
+    for weights in run_ranks(2, body_restore, state, 2, 1):
+        for name, weight in weights.items():
+            logical = state[name].shape[1]
+            assert torch.equal(weight.reshape(-1)[:logical], results[0][2][name].reshape(-1)[:logical])
+
+
 def body_nodes(rank):
     mesh = Mesh.create(dp=2, tp=2, node_size=2)
     assert mesh.across_nodes(mesh.axis("tp")) is None  # inside a node
@@ -422,7 +479,7 @@ def body_tied(rank, zero):
         dp.finish()
         norms.append(float(dp.grad_norm()))
         optimizer.step(LR, DECAY)
-    counts = Counter(event[1] for event in log.events)
+    counts = Counter(event[1] for event in log.events if event[0] != "all_gather")  # not those of new weights
     assert counts == {"dp": 6, "tied": 3}
     primary = {shard.name: shard.primary for shard in dp.shards()}
     assert primary.get("head", False) is False and primary.get("embed", True) is True
@@ -707,11 +764,11 @@ def test_foreign_gradients_with_several_and_unused_outputs():
 # ---- state -------------------------------------------------------------------------------------------------------
 
 
-def body_pieces(rank, zero, n):
+def body_pieces(rank, zero, n, node_size=0):
     """Trains two steps, then says which logical elements this rank owns, with their values."""
     model = model_of(torch.bfloat16)
     model[0].weight.placement = Placement((5, 3), (0, 0), (5, 3))  # 2 of its 7 rows are padding
-    dp = DataParallel({0: model}, Mesh.create(dp=n), zero=zero, bucket_bytes=1000)
+    dp = DataParallel({0: model}, Mesh.create(dp=n, node_size=node_size), zero=zero, bucket_bytes=1000)
     optimizer = ShardedAdamW(dp)
     train_parallel(dp, optimizer, model, 2, 1, torch.bfloat16)
     rows = []
