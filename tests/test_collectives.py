@@ -73,6 +73,33 @@ def test_values_and_bits(n):
     run_ranks(n, body_values, n)
 
 
+INF, NAN = float("inf"), float("nan")
+
+
+def body_not_finite(rank, n):
+    """Columns: inf on one rank; inf and -inf; NaN on one rank; what overflows as a sum only; plain numbers."""
+    axis = Mesh.create(tp=n).axis("tp")
+    first, last = rank == 0, rank == n - 1
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        for repeats in (1, direct.TWO_ROUNDS_BYTES // 8):  # one round and two
+            large = torch.finfo(dtype).max
+            row = [INF if first else 1.0, INF if first else -INF if last else 0.0, NAN if last else 1.0, large, 1.0]
+            mine = torch.tensor(row, dtype=dtype).repeat(n * repeats, 1)
+            whole = torch.tensor([INF, NAN, NAN, INF, float(n)], dtype=dtype).expand(n * repeats, 5)
+            same = dict(rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(all_reduce(mine.clone(), axis), whole, **same)
+            torch.testing.assert_close(reduce_scatter(mine, axis), whole[:repeats], **same)
+            top = torch.tensor([INF, INF, NAN, large, 1.0], dtype=dtype).expand(n * repeats, 5)
+            torch.testing.assert_close(all_reduce(mine.clone(), axis, "max"), top, **same)
+            torch.testing.assert_close(all_gather(mine, axis)[: n * repeats, 0].isinf().all(), torch.tensor(True))
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_inf_and_nan_come_out_as_such_on_every_rank(n):
+    """Case 12: inf in an all-reduce, also where only the sum is too large for its dtype; never a plain number."""
+    run_ranks(n, body_not_finite, n)
+
+
 def body_in_flight(rank, n):
     """Many at once on one axis, of different sizes, with others started in between, and results in place."""
     axis = Mesh.create(dp=n).axis("dp")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 
 import pytest
 import torch
 from torch import nn
 
+from plait.kernels import matmul_direct
+from plait.kernels.plans import Site
 from plait.parallel.gradients import GradSink, accumulate, accumulate_linear, add_use, grad_home, notify
 from plait.parallel.layers import ColumnParallelLinear, RMSNorm
 from plait.parallel.mesh import Axis
@@ -84,6 +87,34 @@ def test_a_linear_adds_into_its_bucket_and_leaves_no_grad_for_autograd(dtype):
     wanted = 1 + dout.to(wide).flatten(0, 1).t() @ x.to(wide).flatten(0, 1)
     torch.testing.assert_close(layer.weight.main_grad.view(12, 8), wanted)
     torch.testing.assert_close(layer.bias.main_grad.view(12), 1 + dout.to(wide).sum((0, 1)))
+
+
+class NotingSite(Site):
+    """Of a card of one architecture; notes how large the tensors are that a builder makes."""
+
+    def __init__(self, arch: int) -> None:
+        super().__init__(torch.device("cpu"), None)
+        self._arch, self.made = arch, []
+
+    @property
+    def arch(self) -> int:
+        return self._arch
+
+    def empty(self, shape, dtype):
+        self.made.append(math.prod(shape))
+        return super().empty(shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_on_a_gpu_one_product_adds_into_the_wide_main_gradient(arch, dtype):
+    """What `accumulate_linear` launches there for 16 bits: one kernel, whose sum is the bucket itself. Other ways
+    make a product [out, in] and add it in a second pass."""
+    site = NotingSite(arch)
+    x, dout, main = torch.empty(2048, 512, dtype=dtype), torch.empty(2048, 768, dtype=dtype), torch.zeros(768, 512)
+    built = matmul_direct._build_wgrad(site, x, dout, main, None, False, True, None, False)
+    assert built is not None and built.results[0] is main
+    assert len(built.launches) == 1 and not site.made
 
 
 def test_without_a_bucket_gradients_add_up_in_param_grad_like_autograd_does():

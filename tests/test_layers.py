@@ -8,6 +8,9 @@ Cases (sizes are small; every reason is beside its row):
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -295,6 +298,65 @@ def collectives_of_a_block(rank: int, sequence_parallel: bool) -> tuple[int, int
     forward = len(started)
     y.sum().backward()
     return forward, len(started) - forward
+
+
+class Noted:
+    """A handle that notes when it is waited for."""
+
+    def __init__(self, events: list[str], name: str, handle: Any) -> None:
+        self.events, self.name, self.handle = events, name, handle
+
+    def wait(self) -> torch.Tensor:
+        self.events.append(f"wait {self.name}")
+        return self.handle.wait()
+
+
+def order_of_a_backward(rank: int, column: bool, sequence_parallel: bool, keep_gathered: bool) -> list[str]:
+    """What the backward of one layer does, in order; what a synchronous collective does is one event."""
+    from plait.parallel import gradients, layers
+
+    axis, events = Mesh.create(tp=2).axis("tp"), []
+
+    def noting(name: str, real: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            events.append(f"start {name}" if options.get("async_op") else name)
+            result = real(*args, **options)
+            return Noted(events, name, result) if options.get("async_op") else result
+
+        return call
+
+    for name in ("all_gather", "all_reduce", "reduce_scatter"):
+        setattr(layers, name, noting(name, getattr(layers, name)))
+    layers.matmul = SimpleNamespace(**vars(layers.matmul))
+    layers.matmul.dgrad = noting("dgrad", layers.matmul.dgrad)
+    gradients.wgrad_into = noting("wgrad", gradients.wgrad_into)
+    options: dict[str, Any] = dict(sequence_parallel=sequence_parallel, dtype=torch.float64)
+    length = T // 2 if sequence_parallel else T
+    if column:
+        layer: Any = ColumnParallelLinear(D, F, axis, keep_gathered=keep_gathered, **options)
+        x = torch.randn(B, length, D, dtype=torch.float64, requires_grad=True)
+    else:
+        layer = RowParallelLinear(F, D, axis, **options)
+        x = torch.randn(B, T, F // 2, dtype=torch.float64, requires_grad=True)
+    nn.init.ones_(layer.weight)
+    y = layer(x)
+    events.clear()
+    y.sum().backward()
+    return events
+
+
+@pytest.mark.ranks
+def test_reductions_and_second_gathers_hide_behind_the_weight_gradient():
+    """The reduction of dx is under way during dW, and a gather of x during dgrad; a row layer's gather of dout, which
+    both products need, hides behind nothing."""
+    reducing = ["start reduce_scatter", "wgrad", "wait reduce_scatter"]
+    for layer, wanted in {
+        (True, True, True): ["dgrad", *reducing],
+        (True, True, False): ["start all_gather", "dgrad", reducing[0], "wait all_gather", *reducing[1:]],
+        (True, False, True): ["dgrad", "start all_reduce", "wgrad", "wait all_reduce"],
+        (False, True, True): ["all_gather", "dgrad", "wgrad"],
+    }.items():
+        assert run_ranks(2, order_of_a_backward, *layer) == [wanted] * 2
 
 
 @pytest.mark.ranks
