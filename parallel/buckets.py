@@ -80,6 +80,8 @@ class Bucket:
         self.params = torch.zeros(numel, dtype=first.dtype, device=first.device)
         held = numel // self.axis.size if self.shards_grads else numel
         self.grads = torch.zeros(held, dtype=main_dtype(first.dtype), device=first.device)
+        if self.wire_dtype == self.grads.dtype:
+            self.wire_dtype = None  # as it is, without a copy
         for slot in self.slots:
             view = self.view(self.params, slot)
             view.copy_(slot.param.detach())

@@ -28,8 +28,12 @@ def gather_timeline(pipeline: Pipeline) -> Timeline | None:
     times = torch.zeros(shape, dtype=torch.float64, device=pipeline.mesh.device)
     times[axis.coord, : len(own)] = torch.tensor([mine[action] for action in own], dtype=torch.float64)
     times = all_reduce(times, axis)
+    whole = torch.zeros(schedule.num_stages, dtype=torch.int64, device=pipeline.mesh.device)
+    for stage, layers in pipeline.inseparable.items():
+        whole[stage] = len(layers)
+    whole = all_reduce(whole, axis)
     events = [
         [Event(action, *row) for action, row in zip(lane, rows, strict=False)]
         for lane, rows in zip(actions, times.tolist(), strict=True)
     ]
-    return measured_timeline(schedule, events)
+    return measured_timeline(schedule, events, whole.nonzero().flatten().tolist())

@@ -19,7 +19,9 @@ from plait.parallel.schedules.names import NAMES
 
 RECOMPUTE = ("none", "full", "selective")
 DTYPES = ("float32", "bfloat16", "float64")
+WIRE_DTYPES = ("float32", "bfloat16")
 SAVE = ("steps", "auto")
+SEARCH = "search"  # the schedule that is cheapest for the model by the planner's costs
 
 # What a preset sets beside the model of the same name. `tiny` is sized for 8 ranks on 2 cores in one to two
 # minutes; the learning rates are the usual ones for their widths, not tuned here.
@@ -52,6 +54,8 @@ class RunConfig:
     chunks: int = 2  # stages a rank holds under interleaved and looped_bfs
     recompute: str = "none"
     zero: int = 1
+    wire_dtype: str | None = None  # None: as accumulated, float32 (float64 for float64)
+    node_size: int | None = None  # ranks of a node; None: as the launcher says
     sequence_parallel: bool = False
     seed: int = 0
     dtype: str = "float32"
@@ -79,10 +83,15 @@ HELP = {
     "steps": "total number of optimizer steps",
     "out": "folder of the run: snapshots, metrics, plot",
     "data": "a text file to train on (default: the standard library's source)",
-    "schedule": f"pipeline schedule: {', '.join(NAMES)}, or a CSV file of `plait schedule`",
+    "schedule": f"pipeline schedule: {', '.join(NAMES)}; a CSV file of `plait schedule`; or {SEARCH}: the cheapest "
+    "by the model's estimated costs, with 1 or 2 stages a rank and at most the activations of 1f1b",
     "chunks": "stages a rank holds under interleaved and looped_bfs",
     "recompute": f"activations to recompute: {', '.join(RECOMPUTE)}",
     "zero": "sharded over dp: 0 nothing, 1 the optimizer state, 2 gradients too, 3 weights too (FSDP2)",
+    "wire_dtype": f"what gradients travel over dp in: {', '.join(WIRE_DTYPES)} (half the bytes, rounded once on the "
+    "way and once as a sum); default: as they are accumulated",
+    "node_size": "ranks of a node or of an island of fast links: sums over dp go node by node (default: the ranks "
+    "that were started on this machine)",
     "sequence_parallel": "split norms and dropout over tp along the sequence",
     "seed": "root seed of weights, data order and dropout",
     "dtype": f"dtype of weights and activations: {', '.join(DTYPES)}",
@@ -214,6 +223,7 @@ def _check(config: RunConfig) -> None:
         "keep_every",
         "keep_best",
         "chunks",
+        "node_size",
     ):
         value = getattr(config, name)
         if value is not None and value < 1:
@@ -224,13 +234,15 @@ def _check(config: RunConfig) -> None:
         ("recompute", RECOMPUTE),
         ("dtype", DTYPES),
         ("zero", (0, 1, 2, 3)),
+        ("wire_dtype", (None, *WIRE_DTYPES)),
         ("save", SAVE),
     ):
         if getattr(config, name) not in valid:
-            said = ", ".join(map(str, valid))
+            said = ", ".join(str(value) for value in valid if value is not None)
             raise ConfigError(f"{flag_of(name)} {getattr(config, name)!r} is unknown; valid: {said}")
-    if config.schedule not in NAMES and not config.schedule.endswith(".csv"):
-        raise ConfigError(f"--schedule {config.schedule!r} is unknown; valid: {', '.join(NAMES)}, or a .csv file")
+    if config.schedule not in (*NAMES, SEARCH) and not config.schedule.endswith(".csv"):
+        said = ", ".join((*NAMES, SEARCH))
+        raise ConfigError(f"--schedule {config.schedule!r} is unknown; valid: {said}, or a .csv file")
     if not 0.0 <= config.dropout < 1.0:
         raise ConfigError(f"--dropout is {config.dropout}; it must be in [0, 1)")
     if not 0.0 < config.lr < math.inf:

@@ -10,20 +10,23 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
+from plait.block import Options
 from plait.ckpt.folders import step_folders
-from plait.config import ConfigError, RunConfig, flag_of
+from plait.config import SEARCH, ConfigError, RunConfig, flag_of
 from plait.data import Corpus, check_batch, open_corpus
 from plait.identity import Identity, check_source
+from plait.model import LlamaStage, plan_stages
 from plait.model_config import ModelConfig, model_config
 from plait.parallel.data import check_zero3
-from plait.parallel.mesh import check_grid, parse_mesh
-from plait.parallel.schedules import ANY_CHUNKS, Schedule, build, from_csv
+from plait.parallel.gradients import inseparable
+from plait.parallel.mesh import Axis, check_grid, parse_mesh
+from plait.parallel.schedules import ANY_CHUNKS, Part, Schedule, build, from_csv, layer_costs, search
 
 EVAL_BATCHES = 4  # held-out global batches at the end of a run
 
@@ -74,6 +77,7 @@ def make_plan(config: RunConfig) -> RunPlan:
     if config.zero == 3:
         with _flags(config, "zero"):
             check_zero3(sizes, schedule)
+    _check_wire(config, math.prod(sizes.values()))
     stages, chunked = schedule.num_stages, config.schedule in ANY_CHUNKS
     beside = (*(["chunks"] if chunked else []), *(["seq"] if config.sequence_parallel else []))
     with _flags(config, "mesh", *beside):
@@ -116,6 +120,28 @@ def _sizes(config: RunConfig) -> dict[str, int]:
     return sizes
 
 
+def _check_wire(config: RunConfig, world_size: int) -> None:
+    """How gradients travel: refuses what --zero 3 would not heed, digits that a run keeps and a message has not, and
+    nodes that do not make up the grid."""
+    for name, why in (
+        ("wire_dtype", "FSDP2 sums gradients in the dtype of its shards"),
+        ("node_size", "FSDP2 sums over dp at once, not node by node"),
+    ):
+        value = getattr(config, name)
+        if config.zero == 3 and value is not None:
+            raise ConfigError(f"{flag_of(name)} {value}, --zero 3: {why}; use --zero 2, or leave it out")
+    if config.wire_dtype is not None and config.dtype == "float64":
+        raise ConfigError(
+            f"--wire-dtype {config.wire_dtype}, --dtype float64: the digits of a float64 run would be lost on the "
+            "way; leave it out"
+        )
+    if config.node_size is not None and world_size % config.node_size and config.node_size < world_size:
+        raise ConfigError(
+            f"--node-size {config.node_size}, --mesh {config.mesh}: the grid has {world_size} ranks, which nodes of "
+            f"{config.node_size} do not make up; use a divisor of {world_size}"
+        )
+
+
 def _check_from(config: RunConfig) -> None:
     """Two sources, and nobody said which: `--from` beside an `--out` that has snapshots of its own."""
     own = step_folders(config.out)
@@ -135,10 +161,32 @@ def make_schedule(config: RunConfig, pp: int, num_microbatches: int, *, tied: bo
                 f"the file is for {schedule.num_ranks} ranks and {schedule.num_microbatches} micro-batches; the run "
                 f"has pp={pp} and {num_microbatches} micro-batches"
             )
+    elif config.schedule == SEARCH:
+        schedule = _found(config, pp, num_microbatches)
     else:
         chunks = config.chunks if config.schedule in ANY_CHUNKS else None
         schedule = build(config.schedule, pp, num_microbatches, chunks)
     return schedule.with_tied() if tied else schedule
+
+
+def _found(config: RunConfig, pp: int, num_microbatches: int) -> Schedule:
+    """The cheapest schedule for the preset's model; none with I and W where backward cannot be split. A pure function
+    of the run, so that every start of it and every rank finds the same one."""
+    model = model_config(config.preset)
+    sizes = {name: getattr(model, name) for name in _SIZES}
+    costs = layer_costs(**sizes, seq=config.seq, rows=config.micro_batch)
+    products = costs.head.forward + costs.head.input + costs.head.weight  # all in F; the gradient of its input waits
+    costs = replace(costs, head=Part(products, activation=costs.embedding.activation))
+    return search(pp, num_microbatches, costs, split=config.zero != 3 and not inseparable(one_block_model(model)))
+
+
+_SIZES = ("dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_dim", "vocab_size")
+
+
+def one_block_model(model: ModelConfig) -> LlamaStage:
+    """The model with one block and without memory: every kind of layer that it has."""
+    small = replace(model, num_layers=1)
+    return LlamaStage(small, 0, plan_stages(small, None), Axis.single(), Options(device="meta"))
 
 
 def cache_folder() -> Path:

@@ -58,7 +58,8 @@ def make_mesh(plan: RunPlan, rank: Rank) -> Mesh:
     sizes: dict[str, Any] = dict(plan.sizes)
     if plan.world_size == 1:
         return Mesh.single(device_type)
-    return Mesh.create(device_type=device_type, node_size=rank.place.local_world_size, **sizes)
+    node_size = plan.config.node_size or rank.place.local_world_size
+    return Mesh.create(device_type=device_type, node_size=node_size, **sizes)
 
 
 class Trainer:
@@ -298,7 +299,8 @@ def _data_parallel(plan: RunPlan, mesh: Mesh, stages: Mapping[int, LlamaStage]) 
         from plait.parallel.fully_sharded import FullySharded  # FSDP2 takes a while to import
 
         return FullySharded(stages, mesh, plan.schedule, **tied)
-    return DataParallel(stages, mesh, zero=plan.config.zero, **tied)
+    wire_dtype = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}[plan.config.wire_dtype]
+    return DataParallel(stages, mesh, zero=plan.config.zero, wire_dtype=wire_dtype, **tied)
 
 
 def _tied(plan: RunPlan, mesh: Mesh, stages: Mapping[int, LlamaStage]) -> dict[str, Any]:

@@ -20,6 +20,8 @@ BAD = (
     (["--recompute", "some"], "--recompute 'some'"),
     (["--dtype", "int8"], "--dtype 'int8'"),
     (["--zero", "4"], "--zero 4 is unknown; valid: 0, 1, 2, 3"),
+    (["--wire-dtype", "float16"], "--wire-dtype 'float16' is unknown; valid: float32, bfloat16"),
+    (["--node-size", "0"], "--node-size is 0; it must be at least 1"),
     (["--dropout", "1.0"], "--dropout is 1.0"),
     (["--lr", "0"], "--lr is 0.0"),
     (["--lr", "inf"], "--lr is inf; it must be above 0 and finite"),

@@ -403,6 +403,33 @@ def test_pieces_of_a_run_on_nodes_cover_every_element_once_and_restore_without_t
             assert torch.equal(weight.reshape(-1)[:logical], results[0][2][name].reshape(-1)[:logical])
 
 
+def body_not_finite(rank, zero):
+    """Norms, the factor that clips, and whether all of it is one on all ranks, for gradients that one rank spoils."""
+    found, mesh = [], Mesh.create(dp=4, node_size=2)
+    for value, wire_dtype in ((math.inf, None), (math.nan, None), (math.inf, torch.bfloat16), (1e5, torch.float16)):
+        layer = nn.Linear(8, 8, bias=False)
+        dp = DataParallel({0: layer}, mesh, zero=zero, wire_dtype=wire_dtype)
+        dp.open(0)
+        accumulate(layer.weight, torch.full((8, 8), value if rank == 1 else 1.0))
+        dp.reduce(0)
+        dp.finish()
+        norms = [dp.grad_norm(p) for p in (2.0, 1.0, math.inf)]
+        found.append([float(norm) for norm in norms] + [float(clip_factor(norms[0], 1.0))])
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_a_gradient_that_is_not_finite_on_one_rank_is_seen_by_all(zero):
+    """Case 12: inf and NaN in the sums of any stage, and 1e5, which that kind of 16 bits does not hold; never clipped
+    to a number, which would go on as if nothing had been."""
+    results = run_ranks(4, body_not_finite, zero)
+    for row in zip(*results, strict=True):
+        for norm in row:
+            assert not any(math.isfinite(value) for value in norm), norm
+            assert [math.isnan(value) for value in norm] == [math.isnan(value) for value in row[0]]
+
+
 def body_nodes(rank):
     mesh = Mesh.create(dp=2, tp=2, node_size=2)
     assert mesh.across_nodes(mesh.axis("tp")) is None  # inside a node

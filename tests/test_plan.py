@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 import plait.plan
 from plait.ckpt import Snapshots
 from plait.config import ConfigError, parse
+from plait.parallel.schedules import Op
+from plait.parallel.schedules.action import singles
 from plait.plan import make_plan
 
 # flags, what the message must say: first the flag and the value that the user typed, then the reason
@@ -35,6 +38,13 @@ BAD = (
     ),
     ("--mesh dp=1 --zero 3", "--zero 3: zero=3 shards over dp, which has one rank; use zero=0"),
     ("--mesh dp=2,pp=2 --zero 3 --schedule zb_h1", "--zero 3: zero=3 with schedule zb_h1: it splits backward"),
+    (
+        "--mesh dp=2 --zero 3 --wire-dtype bfloat16",
+        "--wire-dtype bfloat16, --zero 3: FSDP2 sums gradients in the dtype of its shards; use --zero 2",
+    ),
+    ("--mesh dp=4 --zero 3 --node-size 2", "--node-size 2, --zero 3: FSDP2 sums over dp at once, not node by node"),
+    ("--dtype float64 --wire-dtype bfloat16", "--wire-dtype bfloat16, --dtype float64: the digits of a float64 run"),
+    ("--mesh dp=4,tp=2 --node-size 3", "--node-size 3, --mesh dp=4,tp=2: the grid has 8 ranks, which nodes of 3 do"),
     ("--seq 100000000", "--seq 100000000: seq is 100000000; the training part of"),
 )
 
@@ -66,6 +76,24 @@ def test_a_plan_holds_a_checked_schedule(tmp_path: Path, schedule: str) -> None:
     assert plan.world_size == 8 and plan.num_microbatches == 4
     assert plan.schedule.num_ranks == 2 and plan.schedule.tied
     assert plan.schedule.num_stages == (4 if schedule == "interleaved" else 2)
+
+
+def uses_w(plan: plait.plan.RunPlan) -> bool:
+    return any(single.op is Op.W for lane in plan.schedule.lanes for single in singles(lane))
+
+
+def test_search_splits_backward_only_where_the_model_and_zero_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parallel case 62: nobody has to say --no-split; the module itself is asked."""
+    flags = f"--mesh dp=2,pp=2 --schedule search --out {tmp_path / 'run'}".split()
+    plan = make_plan(parse(flags))
+    again = make_plan(parse(flags))
+    assert plan.schedule == again.schedule and plan.schedule.num_ranks == 2 and plan.schedule.tied and uses_w(plan)
+    assert not uses_w(make_plan(parse([*flags, "--zero", "3"])))
+    whole = nn.Sequential(plait.plan.one_block_model(plan.model), nn.Linear(2, 2))
+    monkeypatch.setattr(plait.plan, "one_block_model", lambda model: whole)
+    assert not uses_w(make_plan(parse(flags)))
 
 
 def test_metrics_that_cannot_be_written_are_refused_before_training(tmp_path: Path) -> None:

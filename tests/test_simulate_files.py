@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from plait.parallel.schedules import (
     ScheduleError,
     build,
     layer_costs,
+    search,
 )
-from plait.parallel.schedules.action import COMPUTE, singles
+from plait.parallel.schedules.action import COMPUTE, Op, singles
 from plait.parallel.schedules.cost_files import read_costs
 from plait.parallel.schedules.measured import measured_costs, measured_timeline, read_timeline, to_json
 from plait.parallel.timelines import gather_timeline
@@ -250,6 +252,34 @@ def run_measured(rank: int, p: int, m: int, folder: str) -> list[tuple[str, list
         pipeline.evaluate({"x": x}, targets)
         assert gather_timeline(pipeline) is None
     return seen
+
+
+def run_half_split(rank: int, folder: str) -> tuple[int, ...]:
+    """A step of 1F1B whose second stage cannot split; the stages that its timeline names."""
+    mesh, schedule = Mesh.create(pp=2), build("1f1b", 2, 4)
+    x, targets = batch(8)
+    pipeline = Pipeline({rank: STAGES[("split", "linear")[rank]](rank, 2)}, schedule, mesh)
+    pipeline.step({"x": x}, targets, 8)
+    line = gather_timeline(pipeline)
+    assert line is not None
+    if rank == 0:
+        (Path(folder) / "timeline.json").write_text(to_json(schedule, line))
+    return line.inseparable
+
+
+@pytest.mark.ranks
+def test_a_run_says_which_stages_cannot_split_and_search_splits_none_of_them(tmp_path: Path) -> None:
+    assert run_ranks(2, run_half_split, str(tmp_path)) == [(1,), (1,)]
+    costs = read_costs(str(tmp_path))
+    assert isinstance(costs, Costs) and costs.split == [True, False]
+    even = replace(costs, forward=1.0, backward=2.0, input=1.0, weight=1.0, send=0.0, send_grad=0.0)
+    found = search(2, 8, even, chunks=(1,))
+    assert {single.stage for lane in found.lanes for single in singles(lane) if single.op is Op.W} <= {0}
+    for wrong in ([2], [-1]):
+        data = json.loads((tmp_path / "timeline.json").read_text()) | {"inseparable": wrong}
+        (tmp_path / "wrong.json").write_text(json.dumps(data))
+        with pytest.raises(ValueError, match="wrong.json: is a damaged timeline: inseparable stages"):
+            read_timeline(tmp_path / "wrong.json")
 
 
 @pytest.mark.ranks

@@ -120,6 +120,10 @@ def test_the_loss_does_not_depend_on_the_grid(tmp_path: Path) -> None:
         run(f"--mesh {grid} --steps 5 --dropout 0.1 --out {tmp_path / str(index)}")
         losses.append(metrics(tmp_path / str(index))["loss"])
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-4)
+    (tmp_path / "wire.toml").write_text('wire-dtype = "bfloat16"\nnode-size = 2\nzero = 2\n')
+    run(f"--mesh dp=4 --steps 5 --dropout 0.1 --config {tmp_path / 'wire.toml'} --out {tmp_path / 'wire'}")
+    narrow = metrics(tmp_path / "wire")["loss"]
+    assert narrow == pytest.approx(losses[0], rel=1e-2) and abs(narrow - losses[0]) > 1e-6
 
 
 @pytest.mark.parametrize("mesh", ["dp=1", "dp=2,pp=2"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,8 +28,13 @@ _Message = tuple[
 ]  # product, source, target, made, used, the event that uses it
 
 
-def measured_timeline(schedule: Schedule, lanes: Sequence[Sequence[Event]]) -> Timeline:
-    """The timeline of a step from what each rank measured on its own clock: computing actions in the lane's order."""
+def measured_timeline(
+    schedule: Schedule, lanes: Sequence[Sequence[Event]], inseparable: Sequence[int] = ()
+) -> Timeline:
+    """The timeline of a step from what each rank measured on its own clock: computing actions in the lane's order.
+
+    `inseparable`: stages whose module cannot split its backward (`Pipeline.inseparable`).
+    """
     shifts = _shifts(schedule, lanes)
     moved = [
         [event._replace(start=event.start + shift, end=event.end + shift) for event in lane if _computes(event)]
@@ -43,7 +49,8 @@ def measured_timeline(schedule: Schedule, lanes: Sequence[Sequence[Event]]) -> T
     peaks = schedule.check().peak_activations
     shares = [max(1, len(schedule.stages_of(rank))) for rank in range(schedule.num_ranks)]
     peak = max(n / share for n, share in zip(peaks, shares, strict=True))
-    return timeline(schedule.name, known, peak, messages=messages, memory=peak_memory(schedule, Costs()))
+    line = timeline(schedule.name, known, peak, messages=messages, memory=peak_memory(schedule, Costs()))
+    return replace(line, inseparable=tuple(inseparable))
 
 
 def _computes(event: Event) -> bool:
@@ -98,6 +105,7 @@ def to_json(schedule: Schedule, measured: Timeline) -> str:
             "name": schedule.name,
             "num_microbatches": schedule.num_microbatches,
             "stage_to_rank": schedule.stage_to_rank,
+            "inseparable": measured.inseparable,
             "lanes": [[[str(e.action), e.start, e.end, e.wait] for e in lane] for lane in measured.lanes],
         }
     )
@@ -134,6 +142,7 @@ def parse_timeline(data: Any) -> tuple[Schedule, Timeline]:
             int(data["num_microbatches"]),
             data["name"],
         )
+        inseparable = sorted(set(map(int, data.get("inseparable", ()))))  # older files do not say
     except ScheduleError:
         raise
     except (KeyError, TypeError, ValueError) as error:
@@ -141,7 +150,9 @@ def parse_timeline(data: Any) -> tuple[Schedule, Timeline]:
     actions = tuple(add_reduce_grad([e.action for e in lane]) for lane in lanes)
     schedule = Schedule(str(name), len(place), microbatches, actions, place)
     schedule.check()
-    return schedule, measured_timeline(schedule, lanes)
+    if inseparable and not 0 <= inseparable[0] <= inseparable[-1] < len(place):
+        raise ValueError(f"is a damaged timeline: inseparable stages {inseparable} of {len(place)}")
+    return schedule, measured_timeline(schedule, lanes, inseparable)
 
 
 def _seconds(value: Any) -> float:
@@ -157,6 +168,7 @@ def measured_costs(schedule: Schedule, measured: Timeline) -> Costs:
     """Costs per stage: medians over micro-batches; `send` the median way of a message that was waited for.
 
     A backward seen only whole is taken to be half I and half W; of an action seen only inside pairs, F takes a third.
+    Stages that could not split say so, so that `search` splits none of them.
     """
     seen: dict[tuple[int, Op, bool], list[float]] = {}  # stage, operation, whether inside a pair
     for event in (event for lane in measured.lanes for event in lane):
@@ -185,4 +197,6 @@ def measured_costs(schedule: Schedule, measured: Timeline) -> Costs:
         if any(Action(message.stage + step, op, message.microbatch) in waited for op in ops):
             ways[message.kind].append(message.end - message.start)
     send, send_grad = (median(ways[kind][1:] or ways[kind]) for kind in ("F", "G"))
-    return Costs(**columns, send=send, send_grad=send_grad)  # type: ignore[arg-type]
+    splits = [stage not in measured.inseparable for stage in range(schedule.num_stages)]
+    split = splits if measured.inseparable else True
+    return Costs(**columns, send=send, send_grad=send_grad, split=split)

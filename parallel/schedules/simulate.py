@@ -55,6 +55,7 @@ class Timeline:
     peak_activations: float  # largest over ranks, in units of one rank's share of the layers
     messages: tuple[Message, ...] = ()
     peak_memory: tuple[float, ...] = ()  # per rank, in the unit of Costs.activation (None: in one rank's shares)
+    inseparable: tuple[int, ...] = ()  # of a run: stages with a weight gradient that cannot wait for W
 
     @property
     def bubble_per_rank(self) -> tuple[float, ...]:
