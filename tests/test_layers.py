@@ -137,6 +137,7 @@ def test_a_block_on_tp_ranks_equals_one_rank(tp, sequence_parallel):
 @pytest.mark.ranks
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_fewer_kv_heads_than_ranks_are_replicated_and_their_gradients_summed(sequence_parallel):
+    """Case 51: two kv heads on four ranks."""
     alone = block_result(0, 1, sequence_parallel, 2)
     for result in run_ranks(4, block_result, 4, sequence_parallel, 2):
         assert_close(result, alone)
@@ -237,6 +238,7 @@ def norm_gradients(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.ranks
 def test_sequence_parallel_norm_gradients_do_not_stay_different():
+    """Case 43: summed over tp, the same bits on every replica."""
     norm = RMSNorm(D, Axis.single(), dtype=torch.float64)
     x = torch.randn(B, T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     norm(x).pow(3).sum().backward()
@@ -260,6 +262,7 @@ def odd_sequence(rank: int) -> str:
 
 @pytest.mark.ranks
 def test_seven_tokens_on_two_ranks_are_refused_with_the_numbers():
+    """Case 50."""
     with pytest.raises(ValueError, match="7 tokens cannot be split over axis tp of size 2"):
         check_sequence(7, coords(2)[0])
     check_sequence(8, coords(2)[0])
@@ -280,6 +283,7 @@ def shapes_on_two_ranks(rank: int) -> list[tuple[int, ...]]:
 
 @pytest.mark.ranks
 def test_layers_take_sizes_from_the_constructor_not_from_the_local_length():
+    """Case 52: x.shape[1] is the local length."""
     assert run_ranks(2, shapes_on_two_ranks) == [[(B, T, F), (B, T // 2, D)]] * 2
 
 
@@ -405,7 +409,7 @@ def test_frozen_weights_get_no_gradient():
 
 
 def test_dropout_on_shards_draws_the_bits_of_one_rank():
-    """Shards must not repeat one mask: together they are the mask of the whole tensor; replicas agree."""
+    """Case 49. Shards must not repeat one mask: together they are the mask of the whole tensor; replicas agree."""
     x = torch.ones(B, T, D)
     key = {"seed": 3, "step": 5, "sample_offset": 4}
     whole = Dropout(0.5, Axis.single(), layer=1, site=2)(x, **key)

@@ -211,6 +211,7 @@ def assert_equals_one_process(grid: Grid, results: list[tuple[float, float, dict
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_loss_and_full_gradients_equal_one_process(grid):
+    """Case 25 among them: tied weights on the two ends of a pipeline."""
     assert_equals_one_process(grid, run_ranks(grid.world_size, one_backward, grid, timeout=60))
 
 

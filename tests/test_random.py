@@ -143,6 +143,7 @@ def own_stream(rank: int) -> tuple[list[float], list[float]]:
 
 @pytest.mark.ranks
 def test_each_rank_restores_its_own_stream():
+    """Case 46."""
     results = run_ranks(4, own_stream)
     assert all(before == after for before, after in results)
     assert len({tuple(before) for before, _ in results}) == 4

@@ -87,7 +87,7 @@ def without_counts(result: dict) -> dict:
 @pytest.mark.ranks
 @pytest.mark.parametrize("tp, options", [(1, {}), (2, {}), (2, {"keep_gathered": False})])
 def test_losses_and_gradients_are_the_same_bits_under_every_policy(tp, options):
-    """Dropout is on: a second forward that drew other numbers, or none, would change them."""
+    """Case 48. Dropout is on: a second forward that drew other numbers, or none, would change them."""
     results = []
     for policy in POLICIES:
         arguments = (tp, [policy] * MICROBATCHES, False, options)
@@ -98,6 +98,7 @@ def test_losses_and_gradients_are_the_same_bits_under_every_policy(tp, options):
 
 @pytest.mark.parametrize("policy", ["full", "selective"])
 def test_a_policy_may_change_from_one_microbatch_to_the_next(policy):
+    """Case 34."""
     plain = policy_result(0, 1, ["none"] * MICROBATCHES, False, {})
     for first in range(1, MICROBATCHES):
         policies = [policy] * first + ["none"] * (MICROBATCHES - first)

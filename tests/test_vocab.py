@@ -138,7 +138,7 @@ def test_ranks_agree_on_the_loss_bit_for_bit():
 
 @pytest.mark.ranks
 def test_padding_of_the_vocabulary_changes_no_loss_and_gets_no_gradient():
-    """Eleven classes on two ranks: the twelfth row is padding, whatever is written into it."""
+    """Case 30. Eleven classes on two ranks: the twelfth row is padding, whatever is written into it."""
     results = run_ranks(2, on_ranks, 2, 11, False, False, False, {"label_smoothing": 0.1})
     wanted = plain(11, False, {"label_smoothing": 0.1})
     for result, local in zip(results, (6, 5), strict=True):
@@ -231,6 +231,7 @@ def smoothed(rank: int, logits: torch.Tensor, targets: torch.Tensor) -> tuple[fl
 
 @pytest.mark.ranks
 def test_label_smoothing_counts_the_whole_vocabulary_not_the_shard():
+    """Case 29."""
     logits = torch.randn(5, 10, generator=torch.Generator().manual_seed(0))
     targets = torch.tensor([0, 4, 5, 9, 7])
     reference = logits.clone().requires_grad_()
