@@ -93,7 +93,7 @@ class NotingSite(Site):
     """Of a card of one architecture; notes how large the tensors are that a builder makes."""
 
     def __init__(self, arch: int) -> None:
-        super().__init__(torch.device("cpu"), None)
+        super().__init__(torch.device("meta"), None)
         self._arch, self.made = arch, []
 
     @property
@@ -109,9 +109,10 @@ class NotingSite(Site):
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_on_a_gpu_one_product_adds_into_the_wide_main_gradient(arch, dtype):
     """What `accumulate_linear` launches there for 16 bits: one kernel, whose sum is the bucket itself. Other ways
-    make a product [out, in] and add it in a second pass."""
+    make a product [out, in] and add it in a second pass, as is done here for a weight of few tiles."""
     site = NotingSite(arch)
-    x, dout, main = torch.empty(2048, 512, dtype=dtype), torch.empty(2048, 768, dtype=dtype), torch.zeros(768, 512)
+    x, dout = (torch.empty(4096, width, dtype=dtype, device="meta") for width in (4096, 6144))
+    main = torch.empty(6144, 4096, device="meta")
     built = matmul_direct._build_wgrad(site, x, dout, main, None, False, True, None, False)
     assert built is not None and built.results[0] is main
     assert len(built.launches) == 1 and not site.made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -10,7 +11,7 @@ from torch import nn
 import plait.plan
 from plait.ckpt import Snapshots
 from plait.config import ConfigError, parse
-from plait.parallel.schedules import Op
+from plait.parallel.schedules import Op, Schedule
 from plait.parallel.schedules.action import singles
 from plait.plan import make_plan
 
@@ -86,14 +87,21 @@ def test_search_splits_backward_only_where_the_model_and_zero_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parallel case 62: nobody has to say --no-split; the module itself is asked."""
-    flags = f"--mesh dp=2,pp=2 --schedule search --out {tmp_path / 'run'}".split()
+    asked, search = [], plait.plan.search
+
+    def asking(*arguments: Any, split: bool) -> Schedule:
+        asked.append(split)
+        return search(*arguments, split=split)
+
+    monkeypatch.setattr(plait.plan, "search", asking)
+    flags = f"--mesh dp=2,pp=4 --schedule search --out {tmp_path / 'run'}".split()
     plan = make_plan(parse(flags))
     again = make_plan(parse(flags))
-    assert plan.schedule == again.schedule and plan.schedule.num_ranks == 2 and plan.schedule.tied and uses_w(plan)
+    assert plan.schedule == again.schedule and plan.schedule.num_ranks == 4 and plan.schedule.tied and uses_w(plan)
     assert not uses_w(make_plan(parse([*flags, "--zero", "3"])))
     whole = nn.Sequential(plait.plan.one_block_model(plan.model), nn.Linear(2, 2))
     monkeypatch.setattr(plait.plan, "one_block_model", lambda model: whole)
-    assert not uses_w(make_plan(parse(flags)))
+    assert not uses_w(make_plan(parse(flags))) and asked == [True, True, False, False]
 
 
 def test_metrics_that_cannot_be_written_are_refused_before_training(tmp_path: Path) -> None:
