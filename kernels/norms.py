@@ -264,7 +264,7 @@ def _check(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _norm(tensors: list[torch.Tensor], take_root: bool) -> torch.Tensor:
-    if tensors and all_plain(tensors) and not observed():
+    if not observed() and tensors and all_plain(tensors):
         found = _launch(tensors, take_root)  # checks what it has not met
         if found is not None:
             return found

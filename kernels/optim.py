@@ -261,7 +261,7 @@ def adamw_(
     check(isinstance(step, torch.Tensor) or step >= 1, lambda: f"adamw_: step is {step}; the first one is 1")
     grads, exp_avgs, exp_avg_sqs = list(grads), list(exp_avgs), list(exp_avg_sqs)
     # A plain call of Triton checks what it has not met, and needs no more of torch.
-    direct = use_tables(params[:1]) and not observed() and _all_plain(params, grads, exp_avgs, exp_avg_sqs, masters)
+    direct = not observed() and use_tables(params[:1]) and _all_plain(params, grads, exp_avgs, exp_avg_sqs, masters)
     if not direct:
         _check_lists(params, grads, exp_avgs, exp_avg_sqs, masters)
     like = params[0]
