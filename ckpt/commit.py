@@ -51,6 +51,7 @@ from plait.ckpt.manifest import (
     to_bytes,
 )
 from plait.ckpt.partner import Peers
+from plait.ckpt.store import read_attempt
 from plait.ckpt.tables import build_table, check_covered, merge_objects
 
 BURY_S = 2.0  # how long a failed attempt waits for ranks to read why; they look every 0.1 s
@@ -105,9 +106,16 @@ def post_error(writer: Writer, attempt: str, text: str) -> None:
     folder = attempt_folder(writer.root, attempt)
     make_folder(writer.io, folder)
     try:
-        remove_part(writer.io, folder, writer.rank)
+        _take_back(writer, folder, text)
     finally:
         say(writer, folder / f"r{writer.rank:05d}.error", text.encode())
+
+
+def _take_back(writer: Writer, folder: Path, reason: str) -> None:
+    """Removes what this rank wrote into an attempt that will not be committed, and what its peers sent here."""
+    remove_part(writer.io, folder, writer.rank)
+    if writer.peers is not None:
+        writer.peers.give_up(folder, reason)
 
 
 def coordinate(writer: Writer, attempt: str, step: int, lock: RootLock, run: str, grid: Mapping[str, int]) -> Path:
@@ -224,7 +232,7 @@ def abort(writer: Writer, attempt: str, text: str) -> None:
         return
     make_folder(writer.io, folder)
     try:
-        remove_part(writer.io, folder, writer.rank)
+        _take_back(writer, folder, text)
         for name in sorted(os.listdir(folder)):
             if name.endswith((".safetensors", ".json")):
                 remove_shared(writer.io, folder / name)
@@ -282,19 +290,10 @@ def await_commit(writer: Writer, attempt: str, step: int) -> Path:
 def _leave(writer: Writer, folder: Path, error: SnapshotError) -> SnapshotError:
     """Takes back this rank's part of an aborted attempt; says that the rank will not touch it again."""
     try:
-        remove_part(writer.io, folder, writer.rank)
+        _take_back(writer, folder, str(error))
         _C.write_small(writer.io, folder / f"r{writer.rank:05d}.ok", b"", exclusive=False)
         if writer.disks is not None:
             writer.disks.tell(folder, f"r{writer.rank:05d}.ok", b"")
     except OSError as later:
         error.add_note(f"and its part could not be removed: {later}")
     return error
-
-
-def read_attempt(io: _C.Io, folder: Path) -> str | None:
-    """Returns the attempt of a step folder's manifest; None when it has no good one."""
-    try:
-        path = folder / MANIFEST
-        return from_bytes(Manifest, _C.read_small(io, path, MAX_JSON_BYTES), f"'{path}'").attempt
-    except (SnapshotDamaged, FileNotFoundError):
-        return None

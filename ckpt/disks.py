@@ -19,6 +19,7 @@ that all ranks upload to), or from the own disk for parts that lie wholly on it.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from pathlib import Path
@@ -43,7 +44,7 @@ class Disks:
         if not root.is_dir():
             root.mkdir(parents=True, exist_ok=True, mode=0o700)
             _C.fsync_dir(io, root.parent)
-        store.set(f"{self._prefix}/where/{rank}", _place(root))
+        store.set(f"{self._prefix}/where/{rank}", place_of(root))
         places = [store.get(f"{self._prefix}/where/{other}") for other in range(world_size)]  # the store's own limit
         self.leaders = sorted({places.index(place) for place in places})
         self.here = frozenset(r for r, place in enumerate(places) if place == places[rank])
@@ -68,12 +69,15 @@ class Disks:
             self._store.delete_key(key)
             self._said.remove(key)
 
-    def share_run(self, run: str | None) -> str:
-        """Rank 0 says the run's id, the others hear it."""
+    def share_run(self, run: str | None, error: str = "") -> str:
+        """Rank 0 says the run's id, or why it cannot open its root; the others hear it, or raise that."""
         key = f"{self._prefix}/run"
         if run is not None:
-            self._store.set(key, run)
-        return str(self._store.get(key).decode())
+            self._store.set(key, json.dumps([run, error]))
+        told, wrong = json.loads(self._store.get(key))
+        if wrong and self._rank != 0:
+            raise SnapshotError(f"rank 0 could not open its root: {wrong}")
+        return str(told)
 
     def pull(self, io: _C.Io, folder: Path) -> None:
         """Leader: brings the words of ranks on other disks into this disk's folder, the manifest last."""
@@ -132,7 +136,8 @@ class Disks:
         return step_name(step, max([next_generation(root, step), *generations]))
 
 
-def _place(root: Path) -> str:
+def place_of(root: Path) -> str:
+    """Returns host, boot, device and inode of a root: equal for ranks that have one folder."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

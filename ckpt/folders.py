@@ -104,7 +104,7 @@ def remove_folder(io: _C.Io, path: Path) -> None:
     """Removes a folder of ours, its manifest first. Files with foreign names are left, and with them the folder."""
     names = sorted((n for n in os.listdir(path) if _INSIDE.fullmatch(n)), key=lambda n: (n != MANIFEST, n))
     for name in names:
-        _C.unlink(io, path / name)
+        remove_shared(io, path / name)
     try:
         _C.rmdir(io, path)
     except OSError as error:
@@ -127,7 +127,7 @@ def remove_part(io: _C.Io, folder: Path, rank: int) -> None:
 
 
 def remove_shared(io: _C.Io, path: Path) -> None:
-    """Removes a file of a failed attempt, which its rank and the coordinator both clear away."""
+    """Removes a file of a failed attempt, which its rank, the coordinator and a partner's server all clear away."""
     try:
         _C.unlink(io, path)
     except FileNotFoundError:  # the other one was faster

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,10 +47,11 @@ def own(
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not (rank == 0 if disks is None else disks.is_leader):
         return None
-    if new:
-        _C.fsync_dir(io, root.parent)
-    lock = RootLock(root, session)
+    lock: RootLock | None = None
     try:
+        if new:
+            _C.fsync_dir(io, root.parent)
+        lock = RootLock(root, session)
         collect_garbage(io, root, session)
         if disks is None:
             return Ownership(lock, _run_id(io, root / RUN, known_run))
@@ -58,8 +60,12 @@ def own(
         if run != told:
             raise SnapshotError(f"'{root}' holds run {run}, that of rank 0 holds run {told}")
         return Ownership(lock, run)
-    except BaseException:
-        lock.close()
+    except BaseException as error:
+        if lock is not None:
+            lock.close()
+        if disks is not None and rank == 0:
+            with suppress(RuntimeError):  # of a store that is gone: nobody waits for its word
+                disks.share_run("", str(error) or type(error).__name__)
         raise
 
 

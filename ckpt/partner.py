@@ -9,111 +9,65 @@ it.
 
 from __future__ import annotations
 
-import hmac
 import json
 import secrets
+import select
 import socket
-import socketserver
 import threading
-import time
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from plait import _C
+from plait.ckpt.disks import place_of
 from plait.ckpt.errors import SnapshotDamaged, SnapshotError
-from plait.ckpt.folders import is_attempt, parse_step
-from plait.ckpt.manifest import FILE_NAME, MANIFEST, DataFile
+from plait.ckpt.manifest import DataFile
+from plait.ckpt.peer_server import MAX_LINE, Server
 from plait.ckpt.store import CHUNK_BYTES, Blocks, DirStore, read_copy_manifest
-
-_MAX_LINE = 1 << 20  # of a request or an answer: names and sizes of one folder
 
 
 @dataclass(frozen=True)
 class Partner:
-    """host: the address of this node that the other ranks reach. shift: rank r keeps a copy for rank r - shift; take
-    the number of ranks on a node, so that it is on another one. timeout_s: of one connection that says nothing."""
+    """host: the address of this node that the other ranks reach. shift: rank r has its copy with rank r + shift,
+    whose root must be another one; None: with the rank in its place at the next root. timeout_s: of one connection
+    that says nothing."""
 
     host: str
-    shift: int = 1
+    shift: int | None = None
     timeout_s: float = 60.0
 
 
-class _Server(socketserver.ThreadingTCPServer):
-    """Gives files of one root, and takes data files into its attempts, for those who know the token."""
+def partners(places: Sequence[str], shift: int | None) -> list[int]:
+    """Returns the rank that keeps the copies of each rank. places: where the root of each rank is.
 
-    daemon_threads = True
-    allow_reuse_address = True
-
-    def __init__(self, host: str, root: DirStore, token: str, timeout_s: float) -> None:
-        super().__init__((host, 0), _Request)
-        self.root, self.token, self.timeout_s = root, token, timeout_s
-        self._ends = False
-
-    def serve(self) -> None:
-        """Takes connections, each in a thread of its own, until `end()`. Waits in the kernel, without looking up."""
-        while not self._ends:
-            try:
-                self.process_request(*self.socket.accept())
-            except OSError:  # ended; or no more descriptors for a while
-                time.sleep(0.0 if self._ends else 0.1)
-
-    def end(self) -> None:
-        """Ends `serve`; connections that are served end by themselves."""
-        self._ends = True
-        self.socket.shutdown(socket.SHUT_RDWR)
-
-
-class _Request(socketserver.StreamRequestHandler):
-    server: _Server
-
-    def handle(self) -> None:
-        self.connection.settimeout(self.server.timeout_s)
-        try:
-            request = json.loads(self.rfile.readline(_MAX_LINE))
-            if not hmac.compare_digest(str(request["token"]), self.server.token):
-                raise PermissionError("the token is not that of this launch")
-            data, more = self._answer(request)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            data, more = b"", {"error": str(error), "errno": getattr(error, "errno", None) or 5}
-        self.wfile.write(json.dumps({"bytes": len(data), **more}).encode() + b"\n")
-        self.wfile.write(data)
-
-    def _answer(self, request: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
-        root, operation = self.server.root, request["op"]
-        if operation == "steps":
-            return b"", {"steps": root.steps()}
-        folder, name = str(request["folder"]), str(request.get("name", MANIFEST))
-        if not (parse_step(Path(folder)) or is_attempt(folder)) or "/" in name or name.startswith("."):
-            raise ValueError(f"'{folder}/{name}' is no name of a snapshot's file")
-        if operation == "files":
-            return b"", {"files": root.files(folder)}
-        start, stop = int(request["start"]), int(request["stop"])
-        if operation == "get" and 0 <= start <= stop <= start + 2 * CHUNK_BYTES:
-            return root.get(folder, name, start, stop), {}
-        if operation == "put" and start == 0 and is_attempt(folder) and FILE_NAME.fullmatch(name):
-            root.begin(folder.removeprefix(".tmp-"))
-            root.put_stream(folder, name, stop, lambda: self._chunks(stop))
-            return b"", {}
-        raise ValueError(f"{operation!r} of bytes {start} to {stop} of '{folder}/{name}' is not served")
-
-    def _chunks(self, num_bytes: int) -> Iterator[memoryview]:
-        buffer = memoryview(bytearray(min(num_bytes, CHUNK_BYTES)))
-        while num_bytes:
-            part = buffer[: min(num_bytes, len(buffer))]
-            filled = 0
-            while filled < len(part):
-                got = self.rfile.readinto(part[filled:])
-                if not got:
-                    raise OSError(104, f"the sender went away with {num_bytes} bytes to come")
-                filled += got
-            num_bytes -= len(part)
-            yield part
+    ValueError when a copy would be in the same root as what it is a copy of.
+    """
+    world_size = len(places)
+    homes = list(dict.fromkeys(places))
+    if len(homes) == 1:
+        raise ValueError("Partner: all ranks have one root, so that there is no other node for a copy")
+    if shift is None:
+        ranks = [[rank for rank, place in enumerate(places) if place == home] for home in homes]
+        found = []
+        for rank, place in enumerate(places):
+            at = homes.index(place)
+            there = ranks[(at + 1) % len(homes)]
+            found.append(there[ranks[at].index(rank) % len(there)])
+        return found
+    found = [(rank + shift) % world_size for rank in range(world_size)]
+    for rank, other in enumerate(found):
+        if places[rank] == places[other]:
+            raise ValueError(
+                f"Partner(shift={shift}): ranks {rank} and {other} have one root, where a copy is lost with the "
+                "original; shift=None chooses by the roots"
+            )
+    return found
 
 
 class PeerStore:
-    """The root of one rank, from another one. address: [host, port, token]."""
+    """The root of one rank, from another one. address: [host, port, token, place]."""
 
     def __init__(self, address: Sequence[Any], timeout_s: float) -> None:
         self._host, self._port, self._token = str(address[0]), int(address[1]), str(address[2])
@@ -143,10 +97,14 @@ class PeerStore:
         try:
             with socket.create_connection((self._host, self._port), self._timeout_s) as connection:
                 connection.sendall(json.dumps({**request, "token": self._token}).encode() + b"\n")
+                answered = select.poll()
+                answered.register(connection, select.POLLIN)
                 for block in blocks() if blocks is not None else ():
+                    if answered.poll(0):  # before it has all: a refusal
+                        break
                     connection.sendall(block)
                 with connection.makefile("rb") as answer:
-                    head = json.loads(answer.readline(_MAX_LINE))
+                    head = json.loads(answer.readline(MAX_LINE))
                     data = answer.read(int(head["bytes"]))
         except (ValueError, KeyError, OSError, RecursionError) as error:
             raise OSError(getattr(error, "errno", None) or 5, f"{what}: {error}") from error
@@ -166,22 +124,25 @@ class Peers:
     def __init__(
         self, partner: Partner, store: Any, root: Path, io: _C.Io, session: str, rank: int, world_size: int
     ) -> None:
-        if not 0 < partner.shift < world_size:
+        if partner.shift is not None and not 0 < partner.shift < world_size:
             raise ValueError(f"Partner(shift={partner.shift}): must be in 1 .. world_size - 1 = {world_size - 1}")
-        self._own, self._rank, self._partner = DirStore(root, io, session), rank, partner
+        self._own, self._rank = DirStore(root, io, session), rank
         token = secrets.token_hex(16)
-        self._server = _Server(partner.host, self._own, token, partner.timeout_s)
-        self._thread = threading.Thread(target=self._server.serve, name=f"plait-peers-{rank}", daemon=True)
+        server = Server(partner.host, self._own, token, partner.timeout_s)
+        self._thread = threading.Thread(target=server.serve, name=f"plait-peers-{rank}", daemon=True)
         self._thread.start()
+        self._taken = server.taken
+        self._end = weakref.finalize(self, server.end)  # also when the ranks do not come together
         prefix = f"plait/{session}/peer"
-        store.set(f"{prefix}/{rank}", json.dumps([partner.host, self._server.server_address[1], token]))
+        store.set(f"{prefix}/{rank}", json.dumps([partner.host, server.server_address[1], token, place_of(root)]))
         addresses = [json.loads(store.get(f"{prefix}/{other}")) for other in range(world_size)]
+        self._target = partners([str(address[3]) for address in addresses], partner.shift)[rank]
         self._peers = [PeerStore(address, partner.timeout_s) for address in addresses]
 
     def send(self, folder: Path, files: Sequence[DataFile]) -> None:
         """Copies data files of an attempt into the same attempt of the partner. Verified as they are read here, and
         by their size there; a connection that breaks is an error of the save."""
-        target = self._peers[(self._rank + self._partner.shift) % len(self._peers)]
+        target = self._peers[self._target]
         for file in files:
             target.put_stream(folder.name, file.name, file.bytes, lambda f=file: _blocks(folder, f))  # type: ignore[misc]
             there = target.files(folder.name).get(file.name)
@@ -193,13 +154,14 @@ class Peers:
         others = [peer for rank, peer in enumerate(self._peers) if rank != self._rank]
         return [Union([self._own, *others]), Union([*others, self._own])]
 
+    def give_up(self, folder: Path, reason: str) -> None:
+        """Removes what other ranks sent into an attempt that will not be committed, and refuses what still comes."""
+        self._taken.give_up(folder.name, reason)
+
     def close(self) -> None:
         """Ends the server; connections that are served end by themselves. Again does nothing."""
-        if not self._thread.is_alive():
-            return
-        self._server.end()
+        self._end()
         self._thread.join()
-        self._server.server_close()
 
 
 def join_peers(

@@ -159,6 +159,11 @@ class DirStore:
         _C.rename(self._io, part, path)
         _C.fsync_dir(self._io, path.parent)
 
+    def discard(self, folder: str, name: str) -> None:
+        """Removes a file of an attempt, whole or not; nothing when it is not there."""
+        for path in (self._root / folder / (name + PART), self._root / folder / name):
+            remove_shared(self._io, path)
+
     def get(self, folder: str, name: str, start: int, stop: int) -> bytes:
         path = self._root / folder / name
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -217,6 +222,15 @@ def find_copy(store: Source, attempt: str) -> str | None:
             except (SnapshotDamaged, FileNotFoundError):
                 continue
     return None
+
+
+def read_attempt(io: _C.Io, folder: Path) -> str | None:
+    """Returns the attempt of a step folder's manifest; None when it has no good one."""
+    try:
+        path = folder / MANIFEST
+        return from_bytes(Manifest, _C.read_small(io, path, MAX_JSON_BYTES), f"'{path}'").attempt
+    except (SnapshotDamaged, FileNotFoundError):
+        return None
 
 
 def retrying(call: Callable[[], T], retry_s: float, stop: threading.Event) -> T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -95,6 +96,16 @@ def on_ranks(world_size: int, work: Callable[[int], Any]) -> list[Any]:
     if errors:
         raise errors[0]
     return results
+
+
+def threads_end(prefix: str) -> bool:
+    """Waits, up to 10 s, until no thread has a name that begins so; whether it came to that."""
+    deadline = time.monotonic() + 10.0
+    while any(thread.name.startswith(prefix) for thread in threading.enumerate()):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
 
 
 def failing(name: str, error: int) -> _C.FaultIo:

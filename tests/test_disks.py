@@ -6,6 +6,7 @@ Threads with a HashStore play the ranks, but for one test with two processes.
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
@@ -18,8 +19,9 @@ import torch.distributed as dist
 
 from plait import _C
 from plait.ckpt import PerRank, Sharded, SnapshotError, Snapshots
+from plait.ckpt.partner import Partner
 from plait.ckpt.reader import SnapshotReader, read_manifest
-from tests.faults import failing, on_ranks
+from tests.faults import failing, on_ranks, threads_end
 
 
 def state_of(rank, seed):
@@ -96,6 +98,21 @@ def test_two_processes_on_two_disks(tmp_path):
     children = [subprocess.Popen([*command, str(rank)], cwd=os.getcwd()) for rank in range(2)]
     assert [child.wait(120) for child in children] == [0, 0]
     assert is_restored(union(tmp_path), 2)
+
+
+def test_a_root_that_rank_0_may_not_have_is_named_on_the_others_at_once(tmp_path):
+    """They wait for its word, and would until the limit of the store."""
+    store = dist.HashStore()  # waits 5 minutes
+    root = roots_of(tmp_path)[0]
+
+    def work(rank):
+        with pytest.raises(SnapshotError, match=r"LOCK. is held by"):
+            opened(tmp_path, store, rank, partner=Partner("127.0.0.1"))
+
+    with Snapshots(root):
+        on_ranks(2, work)
+    gc.collect()
+    assert threads_end("plait-peers")
 
 
 @pytest.mark.parametrize("victim", [0, 1])

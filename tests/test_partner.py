@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
 import socket
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -21,9 +25,10 @@ from torch.distributed import HashStore, TCPStore
 from plait import _C
 from plait.ckpt import Sharded, SnapshotError, Snapshots
 from plait.ckpt.partner import Partner, Peers, PeerStore
-from tests.faults import flip, on_ranks
+from tests.faults import failing, flip, on_ranks, threads_end
 
 ROWS = 300_000
+T = TypeVar("T")
 
 
 @pytest.fixture
@@ -161,6 +166,127 @@ def test_a_copy_is_there_while_the_partner_renames_its_own_files(nodes, monkeypa
     assert len(listed) >= 2
 
 
+def attempts_of(nodes: list[Path]) -> list[str]:
+    """What is in attempts on all nodes: names of data files, finished or not."""
+    return sorted(p.name for node in nodes for p in node.glob(".tmp-*/*.safetensors*"))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("late", [False, True], ids=["sent before", "sent after"])
+def test_a_failed_save_leaves_no_copy_in_the_partners_memory(nodes, victim, late):
+    """Else a disk that was full stays full: what is left of one save takes the room of the next."""
+    store, sent, gone = HashStore(), threading.Event(), threading.Event()
+
+    def work(rank: int) -> None:
+        with open_on(nodes, store, rank, session=1) as snapshots:
+            background = snapshots._background
+            good, send = background.writer, background.writer.peers.send
+            if rank == victim:
+                background.writer = replace(good, io=failing("fallocate", 28))
+                gone.wait(0 if late else 30)
+
+            def send_then(*what):
+                sent.wait(30 if late else 0)
+                try:
+                    send(*what)
+                finally:
+                    gone.set()
+
+            if rank != victim:
+                background.writer.peers.send = send_then
+            handle = snapshots.save(1, state(1, rank))
+            with pytest.raises((OSError, SnapshotError), match="fallocate"):
+                handle.wait()
+            sent.set()
+            snapshots.wait()
+            both.wait(30)
+            if rank == 0:
+                assert attempts_of(nodes) == []
+            both.wait(30)
+            background.writer, background.writer.peers.send = good, send
+            snapshots.save(2, state(2, rank)).wait()
+
+    both = threading.Barrier(2)
+    on_ranks(2, work)
+    assert [sorted(p.name for p in node.glob("*step-*")) for node in nodes] == [["step-000000002"]] * 2
+
+
+def test_a_copy_that_did_not_fit_leaves_nothing(nodes, monkeypatch):
+    """The partner's memory is full in the middle of a copy."""
+    store, full, write = HashStore(), [28], os.pwrite
+
+    def write_once_full(fd, data, at):
+        if full and len(data) > 4096:  # not the LOCK
+            raise OSError(full.pop(), "No space left on device")
+        return write(fd, data, at)
+
+    def work(rank: int) -> None:
+        with open_on(nodes, store, rank, session=1) as snapshots:
+            with pytest.raises((OSError, SnapshotError), match="No space left"):
+                snapshots.save(1, state(1, rank)).wait()
+            both.wait(30)
+            assert attempts_of(nodes) == []
+
+    both = threading.Barrier(2)
+    monkeypatch.setattr(os, "pwrite", write_once_full)
+    on_ranks(2, work)
+
+
+def crowd_state(seed: int, rank: int, ranks: int) -> dict:
+    """One row for each rank, and what all hold."""
+    return {"w": Sharded(torch.full((1, 5000), seed * 10.0 + rank), (ranks, 5000), (rank, 0)), "n": seed}
+
+
+@pytest.mark.parametrize("homes", [(0, 0, 1, 1), (0, 0, 1), (0, 1, 1), (0, 1, 2, 2, 0)], ids=str)
+def test_several_ranks_of_a_node_have_their_copies_on_another_one(nodes, homes):
+    """Every node in turn is lost; the partner is chosen from where the roots are."""
+    ranks, roots = len(homes), [nodes[0].with_name(f"n{home}") for home in homes]
+
+    def on_all(work: Callable[[Snapshots, int], T], where: list[Path], session: int) -> list[T]:
+        store = HashStore()
+
+        def one(rank: int) -> T:
+            launch = {"rank": rank, "world_size": ranks, "session": session, "timeout_s": 60.0}
+            with Snapshots(where[rank], store=store, partner=Partner("127.0.0.1"), **launch) as snapshots:
+                found = work(snapshots, rank)
+                snapshots.save(99, crowd_state(99, rank, ranks)).wait()  # nobody leaves before the others
+                return found
+
+        return on_ranks(ranks, one)
+
+    def restore(snapshots: Snapshots, rank: int) -> bool:
+        found, wanted = crowd_state(0, rank, ranks), crowd_state(5, rank, ranks)
+        assert snapshots.restore(found, step=5).step == 5
+        return torch.equal(found["w"].tensor, wanted["w"].tensor)
+
+    on_all(lambda snapshots, rank: snapshots.save(5, crowd_state(5, rank, ranks)).wait(), roots, 1)
+    for home in set(homes):
+        names = [{p.name for p in (roots[r] / "step-000000005").glob("*.safetensors")} for r in range(ranks)]
+        for rank, at in enumerate(homes):
+            data = f"r{rank:05d}.safetensors"
+            assert data in names[rank] and any(data in names[r] for r in range(ranks) if homes[r] != at)
+        kept = [Path(f"{root}-{home}") for root in roots]
+        for root, copy in set(zip(roots, kept, strict=True)):
+            if root != roots[homes.index(home)]:
+                shutil.copytree(root, copy)
+        assert on_all(restore, kept, 10 + home) == [True] * ranks
+
+
+def test_a_partner_on_the_same_node_is_refused(nodes):
+    """Its copy would be lost with the original: by name, on all ranks, before anything is saved."""
+    for homes, shift, wrong in (((0, 0, 1, 1), 1, "0 and 1"), ((0, 1, 0), 1, "2 and 0"), ((0, 0), None, "one root")):
+        store = HashStore()
+
+        def work(rank: int, homes=homes, shift=shift, wrong=wrong, store=store) -> None:
+            with pytest.raises(ValueError, match=wrong):
+                launch = {"rank": rank, "world_size": len(homes), "session": 1}
+                Snapshots(nodes[homes[rank]], store=store, partner=Partner("127.0.0.1", shift), **launch)
+
+        on_ranks(len(homes), work)
+    gc.collect()
+    assert threads_end("plait-peers")
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_dies_in_a_save_leaves_the_older_one_whole(nodes, victim):
     """Killed at operations all along the second save; then its node is lost as well."""
@@ -193,6 +319,7 @@ def test_a_server_gives_nothing_without_its_token_and_no_other_names(nodes):
     store = HashStore()
 
     def work(rank: int) -> None:
+        nodes[rank].mkdir()
         peers.append(Peers(Partner("127.0.0.1"), store, nodes[rank], _C.PosixIo(), "0" * 16, rank, 2))
 
     on_ranks(2, work)

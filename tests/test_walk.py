@@ -29,12 +29,7 @@ from tests.walk import (
 WALKS = {walk.name: walk for walk in all_walks()}
 
 
-# In 2 of about 12 runs beside other tests the partner's walk ended with an error of a save without a fault: the file
-# that was sent was not in the partner's attempt (docs/log.md, 2026-11-30). Open; nothing was lost.
-_OPEN = {"partner": pytest.mark.long}
-
-
-@pytest.fixture(params=[pytest.param(name, marks=_OPEN.get(name, ())) for name in {**CYCLES, **PLACES}])
+@pytest.fixture(params=[*CYCLES, *PLACES])
 def cycle(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cycle:
     """A kind of save."""
     small_blocks(monkeypatch.setattr)
