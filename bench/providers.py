@@ -5,7 +5,9 @@ A provider that is missing is skipped with its reason when its case runs; this l
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
+import shutil
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -13,10 +15,13 @@ from plait.bench.spec import Measured
 
 
 class Need(NamedTuple):
-    """What a provider needs: a module, "" for none beyond torch; whether it runs on a GPU alone."""
+    """What a provider needs: a module, "" for none beyond torch; whether it runs on a GPU alone; a shared library
+    that can be loaded; programs on the path."""
 
     module: str = ""
     gpu: bool = False
+    library: str = ""
+    programs: tuple[str, ...] = ()
 
 
 OURS = "plait"  # alone in --providers: nobody beside ours
@@ -47,7 +52,7 @@ PROVIDERS: dict[str, Mapping[str, Need]] = {
         "dcp async pinned": Need(gpu=True),
         "torchsnapshot": Need("torchsnapshot"),
         "nvidia-resiliency-ext": Need("nvidia_resiliency_ext"),
-        "deepspeed": Need("deepspeed"),
+        "deepspeed": Need("deepspeed", library="libaio.so.1", programs=("g++", "ninja")),  # it compiles its writer
         "orbax": Need("orbax"),
     },
     "pipeline": {"torch": _TORCH},
@@ -66,9 +71,22 @@ ALL = sorted({OURS, *(name for providers in PROVIDERS.values() for name in provi
 
 def state_of(need: Need, gpu: bool) -> str:
     """ "found", or what is missing here."""
-    if need.module and importlib.util.find_spec(need.module) is None:
-        return f"missing: {need.module} is not installed"
+    if lacking := lack_of(need):
+        return f"missing: {lacking}"
     return "needs a GPU" if need.gpu and not gpu else "found"
+
+
+def lack_of(need: Need) -> str:
+    """What of a provider is not installed here; "" when all is."""
+    if need.module and importlib.util.find_spec(need.module) is None:
+        return f"{need.module} is not installed"
+    if need.library:
+        try:
+            ctypes.CDLL(need.library)
+        except OSError as error:
+            return str(error)
+    absent = [program for program in need.programs if shutil.which(program) is None]
+    return f"{absent[0]} is not on the path" if absent else ""
 
 
 def check_asked(asked: Iterable[str], suites: Iterable[str]) -> None:

@@ -8,7 +8,9 @@ ran with Python 3.11 and torch 2.13 on a CPU, beside what `.[dev]` installs):
         importlib_resources tensorstore humanize simplejson msgpack protobuf uvloop absl-py prometheus-client
     pip install --no-deps --no-build-isolation --target DIR deepspeed==0.19.8 hjson py-cpuinfo einops
 and run with PYTHONPATH=DIR. DeepSpeed compiles its writer when it is first used, for minutes: do it before, with g++,
-ninja on PATH and the headers of libaio (Debian: libaio-dev), and the same TORCH_EXTENSIONS_DIR if that is set:
+ninja on PATH and libaio with its headers (Debian: libaio-dev), and the same TORCH_EXTENSIONS_DIR if that is set.
+Without root: apt-get download libaio-dev libaio1, dpkg -x each of them AIO, CPATH=AIO/usr/include, and LIBRARY_PATH
+and LD_LIBRARY_PATH=AIO/usr/lib/x86_64-linux-gnu, in the measured run too:
     PYTHONPATH=DIR python -c "from deepspeed.ops.op_builder import AsyncIOBuilder as a; a().load()"
     PYTHONPATH=DIR python -c "from deepspeed.ops.op_builder.utils import UtilsBuilder as u; u().load()"
 """
@@ -105,7 +107,12 @@ class DeepSpeed:
         # The CPU accelerator does not list the helper that the writer loads, though it is plain C++.
         writer, helpers = self.io.fast_file_writer, import_module("deepspeed.ops.op_builder.utils")
         writer.UtilsBuilder = helpers.UtilsBuilder
-        self.handle = builders.AsyncIOBuilder().load().aio_handle(self.BLOCK, self.DEPTH, False, True, self.THREADS)
+        builder = builders.AsyncIOBuilder()
+        if not builder.is_compatible():
+            raise RuntimeError(
+                "libaio cannot be linked: libaio.so and its headers (Debian: libaio-dev) are not found"
+            )
+        self.handle = builder.load().aio_handle(self.BLOCK, self.DEPTH, False, True, self.THREADS)
         self.buffer = self.handle.new_cpu_locked_tensor(self.BUFFER, torch.empty(0, dtype=torch.uint8))
 
     def begin(self, folder: Path, state: State) -> Pending:

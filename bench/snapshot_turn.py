@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from plait.bench import snapshot_memory as memory
+from plait.bench.providers import PROVIDERS, Need, lack_of
 from plait.bench.snapshot_limits import Limits
 from plait.bench.snapshot_others import DeepSpeed, Nvrx, Orbax, TorchSnapshot
 from plait.bench.snapshot_peers import Dcp, DcpAsync, DcpProcess, Plait, Safetensors, TorchSaveFast
@@ -69,6 +70,8 @@ def missing(name: str) -> str:
     top = way.module.partition(".")[0]
     if importlib.util.find_spec(top) is None:
         return f"{name} is not installed"
+    if lacking := lack_of(PROVIDERS["snapshots"].get(name, Need())):
+        return lacking
     if way.needs_cuda:
         return "pinned memory needs CUDA" if not torch.cuda.is_available() else "measured on a host's tensors only"
     return ""

@@ -50,6 +50,8 @@ class Taken:
         except OSError:
             with suppress(OSError):  # the first error counts
                 self._root.discard(folder, name)
+            with self._lock:
+                self._check(folder)  # the reason, not what its end did to this file
             raise
 
     def give_up(self, folder: str, reason: str) -> None:

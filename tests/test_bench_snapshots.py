@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from plait.bench import snapshot_memory, snapshot_table, snapshot_turn, snapshot_whole, suite_snapshots
+from plait.bench import providers, snapshot_memory, snapshot_table, snapshot_turn, snapshot_whole, suite_snapshots
 from plait.bench.snapshot_training import Nudge, Training
 from plait.bench.snapshot_way import Pending
 from plait.bench.spec import Case, CaseResult, Measured, Options
@@ -55,6 +55,18 @@ def test_a_way_that_cannot_run_here_says_why(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     expected = "pinned memory needs CUDA" if name.endswith("pinned") else f"{name} is not installed"
     assert snapshot_turn.missing(name) == expected
+
+
+def test_deepspeed_without_libaio_or_a_compiler_names_what_it_lacks(monkeypatch):
+    """Its own text is "not compatible due to hardware/software issue. None"."""
+    monkeypatch.setattr(snapshot_turn.importlib.util, "find_spec", lambda top: top)
+    need = providers.PROVIDERS["snapshots"]["deepspeed"]
+    assert need.library == "libaio.so.1" and need.programs == ("g++", "ninja")
+    absent = need._replace(library="libaio_of_nobody.so.1")
+    monkeypatch.setattr(snapshot_turn, "PROVIDERS", {"snapshots": {"deepspeed": absent}})
+    assert snapshot_turn.missing("deepspeed").startswith("libaio_of_nobody.so.1: cannot open shared object file")
+    assert providers.state_of(absent, False).startswith("missing: libaio_of_nobody.so.1: ")
+    assert providers.lack_of(providers.Need(programs=("sh", "no_such"))) == "no_such is not on the path"
 
 
 def test_a_way_that_saves_later_values_is_wrong_not_fast(tmp_path, monkeypatch):
