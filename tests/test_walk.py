@@ -29,7 +29,11 @@ from tests.walk import (
 WALKS = {walk.name: walk for walk in all_walks()}
 
 
-@pytest.fixture(params=[*CYCLES, *PLACES])
+# 11 s and more beside other work; the fault that it had is mended (docs/log.md, 2026-11-30).
+_LONG = {"partner": pytest.mark.long}
+
+
+@pytest.fixture(params=[pytest.param(name, marks=_LONG.get(name, ())) for name in {**CYCLES, **PLACES}])
 def cycle(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cycle:
     """A kind of save."""
     small_blocks(monkeypatch.setattr)
