@@ -1,8 +1,9 @@
 """What an op costs on the host: Python, torch's dispatch and triton's launch, forward alone and with backward.
 
 Beside each op the floor that it is measured against: a bare launch of a kernel of one pointer, then an empty op that
-is registered the same way (an autograd.Function of its own), once each way. Tensors are so small that the device
-waits for the host. A block of calls is one sample.
+is registered the same way (an autograd.Function of its own) and called by torch's dispatcher, once each way: an op
+that takes the shorter way (registration.py) may come out below it. Tensors are so small that the device waits for
+the host. A block of calls is one sample.
 
 Without a card the launch is stubbed at its last step: CPU tensors go through the same Python, triton's own included,
 up to the compiled kernel, whose call does nothing (no driver, no scratch for descriptors, nothing compiled). That is

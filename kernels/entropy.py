@@ -9,16 +9,18 @@ Arithmetic and statistics are fp32 (fp64 for fp64). The kernels are in loss_trit
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from plait.kernels.launch import check, check_device, check_floating, compute_dtype, use_triton
-from plait.kernels.loss_triton import grad_launch, stats_launch
+from plait.kernels.loss_triton import add_launch, grad_launch, reduced_grad_launch, token_loss_launch
 from plait.kernels.plans import Built, Site, planned
-from plait.kernels.registration import once_differentiable, register
+from plait.kernels.registration import below_autograd, once_differentiable, register
 
 AllReduce = Callable[[torch.Tensor, str], torch.Tensor]
-_REDUCTIONS = ("mean", "sum", "none")
+_REDUCTIONS = ("none", "sum", "mean")  # by code; all but the first are done by the kernel
+_MEAN = 2
 
 
 def cross_entropy_ref(
@@ -167,73 +169,108 @@ def check_targets(op: str, target: torch.Tensor, num_classes: int, ignore_index:
         raise ValueError(f"{op}: target {value} at token {place} is not a class; expected 0 to {num_classes - 1}")
 
 
-def _build_stats(site: Site, logits: torch.Tensor, target: torch.Tensor, softcap: float) -> Built:
-    stats = site.empty((4, logits.shape[0]), compute_dtype(logits.dtype))
-    return Built((stats,), [stats_launch(logits, target, 0, softcap, stats)] if logits.shape[0] else [])
+def _build(
+    site: Site, logits: torch.Tensor, target: torch.Tensor, ignore_index: int, label_smoothing: float, z_loss: float,
+    softcap: float, code: int,
+) -> Built:  # fmt: skip
+    """Results (loss [N] or its reduction, lse [N], divisor or None)."""
+    num_rows, dtype = logits.shape[0], compute_dtype(logits.dtype)
+    loss, lse = site.empty((num_rows,), dtype), site.empty((num_rows,), dtype)
+    terms = (ignore_index, label_smoothing, z_loss, softcap)
+    launches = [token_loss_launch(logits, target, *terms, lse, loss)] if num_rows else []
+    if not code:
+        return Built((loss, lse, None), launches)
+    value, divisor = site.empty((), dtype), site.empty((), dtype)
+    launches.append(add_launch(loss, target, ignore_index, code == _MEAN, value, divisor))
+    return Built((value, lse, divisor), launches)
 
 
 def _build_grad(
-    site: Site, logits: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, dloss: torch.Tensor,
-    label_smoothing: float, z_loss: float, softcap: float,
+    site: Site, logits: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, divisor: torch.Tensor | None,
+    dloss: torch.Tensor, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float,
 ) -> Built:  # fmt: skip
-    out = site.empty(logits.shape, logits.dtype)
-    options = (0, logits.shape[1], label_smoothing, z_loss, softcap)
-    return Built((out,), [grad_launch(logits, target, lse, dloss, *options, out)] if logits.shape[0] else [])
+    out, terms = site.empty(logits.shape, logits.dtype), (label_smoothing, z_loss, softcap)
+    if not logits.shape[0]:
+        return Built((out,))
+    if divisor is None:
+        return Built((out,), [grad_launch(logits, target, lse, dloss, 0, logits.shape[1], *terms, out)])
+    return Built((out,), [reduced_grad_launch(logits, target, lse, dloss, divisor, ignore_index, *terms, out)])
 
 
-def _ce_kernel(logits: torch.Tensor, target: torch.Tensor, softcap: float) -> torch.Tensor:
-    """[4, N]: max, sum_exp, target logit, logit sum of given logits [N, V]."""
+def _kernel(
+    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, label_smoothing: float, z_loss: float,
+    softcap: float, code: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(loss [N], or reduced as _REDUCTIONS[code] says; lse [N]; what the sum was divided by, empty for "none")."""
     if use_triton(logits):
-        stats: torch.Tensor = planned(_build_stats, (logits, target), softcap)[0]
-        return stats
+        options = (ignore_index, label_smoothing, z_loss, softcap, code)
+        value, lse, divisor = planned(_build, (logits, target), *options)
+        return value, lse, lse.new_empty(0) if divisor is None else divisor
     wide = logits.to(compute_dtype(logits.dtype), copy=True)
-    return plain_stats(capped(wide, softcap), target, 0, stats_like(wide))
+    lse, hit, total = merge_stats(plain_stats(capped(wide, softcap), target, 0, stats_like(wide)))
+    counts = target != ignore_index
+    terms = {"num_classes": logits.shape[1], "label_smoothing": label_smoothing, "z_loss": z_loss}
+    loss = token_loss(lse, hit, total, counts, **terms)  # type: ignore[arg-type]
+    if not code:
+        return loss, lse, lse.new_empty(0)
+    divisor = counts.sum().clamp(min=1).to(lse.dtype) if code == _MEAN else lse.new_ones(())
+    return loss.sum() / divisor, lse, divisor
 
 
-def _ce_grad_kernel(
-    logits: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, dloss: torch.Tensor,
-    label_smoothing: float, z_loss: float, softcap: float,
+def _fake(logits, target, ignore_index, label_smoothing, z_loss, softcap, code):
+    like = partial(logits.new_empty, dtype=compute_dtype(logits.dtype))
+    rows = logits.shape[:1]
+    return like(() if code else rows), like(rows), like(() if code else (0,))
+
+
+def _grad_kernel(
+    logits: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, divisor: torch.Tensor, dloss: torch.Tensor,
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float,
 ) -> torch.Tensor:  # fmt: skip
+    """The gradient of logits from that of `_kernel`'s first result."""
+    reduced = divisor.dim() == 0
+    if not reduced:
+        dloss = torch.where(target != ignore_index, dloss, 0.0)
+    terms = (label_smoothing, z_loss, softcap)
     if use_triton(logits):
-        tensors = (logits, target, lse, dloss)
-        found: torch.Tensor = planned(_build_grad, tensors, label_smoothing, z_loss, softcap)[0]
+        tensors = (logits, target, lse, divisor if reduced else None, dloss)
+        found: torch.Tensor = planned(_build_grad, tensors, ignore_index, *terms)[0]
         return found
+    if reduced:
+        dloss = torch.where(target != ignore_index, dloss / divisor, 0.0)
     s = capped(logits.to(lse.dtype, copy=True), softcap)
-    grad = plain_grad(s, target, lse, dloss, 0, logits.shape[1], label_smoothing, z_loss, softcap)
-    return grad.to(logits.dtype)
+    return plain_grad(s, target, lse, dloss, 0, logits.shape[1], *terms).to(logits.dtype)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Saves logits and target (the caller's), lse and what counts: 5 bytes per token (9 in fp64)."""
+    """Saves logits and target (the caller's), lse and a number: 4 bytes per token (8 in fp64)."""
 
     @staticmethod
-    def forward(ctx, logits, target, ignore_index, label_smoothing, z_loss, softcap):
-        lse, hit, total = merge_stats(_ce_stats(logits, target, softcap))
-        counts = target != ignore_index
-        ctx.save_for_backward(logits, target, lse, counts)
-        ctx.options = (label_smoothing, z_loss, softcap)
-        num_classes = logits.shape[1]
-        return token_loss(
-            lse, hit, total, counts, num_classes=num_classes, label_smoothing=label_smoothing, z_loss=z_loss
-        )
+    def forward(ctx, logits, target, ignore_index, label_smoothing, z_loss, softcap, code):
+        with below_autograd():
+            value, lse, divisor = _cross_entropy(logits, target, ignore_index, label_smoothing, z_loss, softcap, code)
+        ctx.save_for_backward(logits, target, lse, divisor)
+        ctx.options = (ignore_index, label_smoothing, z_loss, softcap)
+        ctx.mark_non_differentiable(lse, divisor)
+        return value, lse, divisor
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dloss):
-        logits, target, lse, counts = ctx.saved_tensors
-        dloss = torch.where(counts, dloss, 0.0)
-        return _ce_grad(logits, target, lse, dloss, *ctx.options), None, None, None, None, None
+    def backward(ctx, dvalue, *_):
+        return _cross_entropy_grad(*ctx.saved_tensors, dvalue, *ctx.options), *(None,) * 6
 
 
-_ce_stats = register(
-    "cross_entropy_stats(Tensor logits, Tensor target, float softcap) -> Tensor",
-    _ce_kernel,
-    lambda logits, target, softcap: stats_like(logits),
+_cross_entropy = register(
+    "cross_entropy(Tensor logits, Tensor target, int ignore_index, float label_smoothing, float z_loss,"
+    " float softcap, int code) -> (Tensor, Tensor, Tensor)",
+    _kernel,
+    _fake,
+    _CrossEntropy.apply,
 )
-_ce_grad = register(
-    "cross_entropy_grad(Tensor logits, Tensor target, Tensor lse, Tensor dloss, float label_smoothing, float z_loss,"
-    " float softcap) -> Tensor",
-    _ce_grad_kernel,
+_cross_entropy_grad = register(
+    "cross_entropy_grad(Tensor logits, Tensor target, Tensor lse, Tensor divisor, Tensor dloss, int ignore_index,"
+    " float label_smoothing, float z_loss, float softcap) -> Tensor",
+    _grad_kernel,
     lambda logits, *args: logits.new_empty(logits.shape),
 )
 
@@ -253,9 +290,9 @@ def cross_entropy(
     """Cross entropy of `logits[..., V]` with int64 `target[...]`, in fp32 (fp64); "none" gives a loss per token.
 
     `weight_per_token` has target's shape and a gradient; "mean" divides by its sum over tokens that count (0 gives
-    0). Saves 5 bytes per token beyond the caller's logits and target: lse and whether it counts. With `debug` a
-    target that is no class raises ValueError, at the price of waiting for the device; without, it hits no logit.
-    Raises TypeError on dtypes, ValueError on shapes, devices and options.
+    0). Saves 4 bytes per token beyond the caller's logits and target: lse. With `debug` a target that is no class
+    raises ValueError, at the price of waiting for the device; without, it hits no logit. Raises TypeError on dtypes,
+    ValueError on shapes, devices and options.
     """
     check_floating("cross_entropy", logits=logits)
     check_device("cross_entropy", logits, target=target)
@@ -268,7 +305,15 @@ def cross_entropy(
     check_options("cross_entropy", target, weight_per_token, label_smoothing, softcap, reduction)
     if debug:
         check_targets("cross_entropy", target, logits.shape[-1], ignore_index)
-    flat = target.reshape(-1)
-    rows = logits.reshape(flat.numel(), logits.shape[-1])
-    loss = _CrossEntropy.apply(rows, flat, ignore_index, label_smoothing, z_loss, softcap).view(target.shape)
+    flat = target
+    if target.dim() != 1:
+        flat = target.reshape(-1)
+        logits = logits.reshape(flat.numel(), logits.shape[-1])
+    code = 0 if weight_per_token is not None else _REDUCTIONS.index(reduction)
+    value: torch.Tensor = _cross_entropy(logits, flat, ignore_index, label_smoothing, z_loss, softcap, code)[0]
+    if code:
+        return value
+    loss = value.view(target.shape)
+    if weight_per_token is None:
+        return loss
     return reduce_losses(loss, target != ignore_index, weight_per_token, reduction)

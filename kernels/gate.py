@@ -95,6 +95,8 @@ RULES: dict[str, Rule] = {
     "cross_entropy.stats.50257": Rule(min_warps=24),  # rows of odd length start anywhere
     "cross_entropy.grad": Rule(min_warps=24, narrow=3, wide=0.85, reason="target, lse and dloss of a row"),
     "cross_entropy.grad.50257": Rule(min_warps=24),
+    "cross_entropy.grad.mean": Rule(min_warps=24, narrow=4, wide=0.85, reason="target and lse of a row, two scalars"),
+    "cross_entropy.add": Rule(min_warps=32),  # one program
     "linear": Rule(min_warps=4, matrix=True),
     "linear.few_rows": Rule(min_warps=8),  # 16 rows: fewer than wgmma and tcgen05 take, so mma everywhere
     "linear.finish": Rule(min_warps=16),

@@ -1,7 +1,8 @@
 """Launches of the cross entropy kernels, by name, for inspection without a GPU.
 
 A chunk of the head's logits of 128,256 classes whole and over 8 ranks, of 50,257 (whose last block is narrow), and
-16-bit logits of a caller. Gradients of the head are 16-bit; "in_place" is that of fp32 inputs.
+16-bit logits of a caller. Gradients of the head are 16-bit; "in_place" is that of fp32 inputs. "loss", "mean" and
+"add" are cross_entropy's own: a token's loss, the gradient of their mean, their sum.
 """
 
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from functools import partial
 import torch
 
 from plait.kernels.launch import Launch
-from plait.kernels.loss_triton import grad_launch, stats_launch
+from plait.kernels.loss_triton import add_launch, grad_launch, reduced_grad_launch, stats_launch, token_loss_launch
 
 _ROWS = 768
 # (name, classes of the shard, dtype of the logits, dtype of the gradient, softcap)
@@ -37,6 +38,18 @@ def _launch(kernel: str, num_classes: int, dtype: torch.dtype, out_dtype: torch.
     return grad_launch(logits, target, lse, lse, 0, num_classes, 0.1, 1e-4, softcap, grad)
 
 
+def _own(kernel: str) -> Launch:
+    """A kernel of given bf16 logits, smoothed and with z-loss."""
+    logits, target = _rows(128_256, torch.bfloat16), torch.empty(_ROWS, dtype=torch.int64, device="meta")
+    lse, number = torch.empty(_ROWS, device="meta"), torch.empty((), device="meta")
+    terms = (-100, 0.1, 1e-4, 0.0)
+    if kernel == "loss":
+        return token_loss_launch(logits, target, *terms, lse, lse)
+    if kernel == "mean":
+        return reduced_grad_launch(logits, target, lse, number, number, *terms, logits)
+    return add_launch(torch.empty(1 << 14, device="meta"), target, -100, True, number, number)
+
+
 def points() -> dict[str, Callable[[], Launch]]:
     """Every point by name, as a function that makes its launch; statistics do not depend on the gradient's dtype."""
     return {
@@ -44,4 +57,4 @@ def points() -> dict[str, Callable[[], Launch]]:
         for kernel in ("stats", "grad")
         for name, num_classes, dtype, out_dtype, softcap in _POINTS
         if (kernel, name) != ("stats", "in_place")
-    }
+    } | {f"cross_entropy.{name}": partial(_own, name.split(".")[-1]) for name in ("stats.loss", "grad.mean", "add")}

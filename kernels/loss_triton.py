@@ -7,6 +7,9 @@ Every sum has one order, so that runs agree bit for bit. NaN and inf pass throug
 
 Accesses: statistics V reads, 1 target and 4 writes per row; gradient V reads and V writes per row, and 3 numbers per
 block. The numbers of a row are wide where its blocks are whole: only the last block of an odd width is narrow.
+
+Where no other shard has a word in it, the program of a row goes on to its loss, and one more program adds the losses
+up; the gradient then finds a token's share of the reduced loss by itself.
 """
 
 import torch
@@ -14,12 +17,16 @@ import triton
 import triton.language as tl
 
 from plait.kernels.launch import Launch, next_power_of_two, rows_of, triton_dtype
+from plait.kernels.rounding import divide
 
 # Statistics: 8 elements a thread take 48 to 58 registers on sm_80 and sm_90: four programs or more share a processor,
 # so that one reads while another reduces; 16 take 80 to 114 and spill on sm_80 (compiled offline, triton 3.9).
 # Gradient: 16 a thread, up to four 16-byte reads in flight. Not yet timed on a card.
 _STATS_BLOCK, _STATS_WARPS = 2048, 8
 _GRAD_BLOCK, _GRAD_WARPS = 2048, 4
+# One program adds up all losses: 16 bytes a thread and pass of the losses, 32 of the targets. 16k tokens are 4 passes
+# and 192 KB, a few microseconds beside the 4 GB of their logits (derived).
+_SUM_BLOCK, _SUM_WARPS = 4096, 32
 
 
 @triton.jit
@@ -51,14 +58,12 @@ def _take_in(s, live, place, top, sums, hit, totals, MASKED: tl.constexpr, BLOCK
 
 
 @triton.jit
-def _loss_stats(
-    logits_ptr, target_ptr, stats_ptr, stride_logits_row, stride_stats_row, num_cols, vocab_start, softcap,
-    double_inverse, COMPUTE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_COL: tl.constexpr,
+def _row_stats(
+    row_ptr, column, num_cols, softcap, double_inverse,
+    COMPUTE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_COL: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    """(max, sum of exp(s - max), the target's s or 0, sum of s) of a row; the target is its element `column`."""
     cols = tl.arange(0, BLOCK_COL)
-    row_ptr = logits_ptr + row * stride_logits_row
-    column = tl.load(target_ptr + row) - vocab_start  # int64
     top = tl.full([], float("-inf"), COMPUTE)
     hit = tl.full([], 0.0, COMPUTE)
     sums = tl.zeros([BLOCK_COL], COMPUTE)
@@ -74,11 +79,68 @@ def _loss_stats(
         s = _bounded(s, softcap, double_inverse, SOFTCAP)
         place = tl.where(column < num_cols, column - whole, -1)
         top, sums, hit, totals = _take_in(s, live, place, top, sums, hit, totals, True, BLOCK_COL)
+    return top, tl.sum(sums, axis=0), hit, tl.sum(totals, axis=0)
+
+
+@triton.jit
+def _loss_stats(
+    logits_ptr, target_ptr, stats_ptr, stride_logits_row, stride_stats_row, num_cols, vocab_start, softcap,
+    double_inverse, COMPUTE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_COL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * stride_logits_row
+    column = tl.load(target_ptr + row) - vocab_start  # int64
+    top, sum_exp, hit, total = _row_stats(
+        row_ptr, column, num_cols, softcap, double_inverse, COMPUTE, SOFTCAP, BLOCK_COL
+    )  # fmt: skip
     out_ptr = stats_ptr + row
     tl.store(out_ptr, top)
-    tl.store(out_ptr + stride_stats_row, tl.sum(sums, axis=0))
+    tl.store(out_ptr + stride_stats_row, sum_exp)
     tl.store(out_ptr + 2 * stride_stats_row, hit)
-    tl.store(out_ptr + 3 * stride_stats_row, tl.sum(totals, axis=0))
+    tl.store(out_ptr + 3 * stride_stats_row, total)
+
+
+@triton.jit
+def _token_loss(
+    logits_ptr, target_ptr, lse_ptr, loss_ptr, stride_logits_row, num_cols, ignore_index, hit_weight, share, z_loss,
+    softcap, double_inverse,
+    COMPUTE: tl.constexpr, SMOOTHED: tl.constexpr, SQUARED: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_COL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * stride_logits_row
+    target = tl.load(target_ptr + row)
+    top, sum_exp, hit, total = _row_stats(
+        row_ptr, target, num_cols, softcap, double_inverse, COMPUTE, SOFTCAP, BLOCK_COL
+    )  # fmt: skip
+    lse = top + tl.log(sum_exp)
+    loss = lse - hit_weight * hit
+    if SMOOTHED:  # a sum that is infinite must not meet a share of 0
+        loss -= share * total
+    if SQUARED:
+        loss += z_loss * (lse * lse)
+    tl.store(lse_ptr + row, lse)
+    tl.store(loss_ptr + row, tl.where(target == ignore_index, 0.0, loss))
+
+
+@triton.jit
+def _add_losses(
+    loss_ptr, target_ptr, value_ptr, divisor_ptr, num_tokens, ignore_index, MEAN: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    element = loss_ptr.dtype.element_ty
+    sums = tl.zeros([BLOCK], element)
+    counts = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, num_tokens, BLOCK):
+        places = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
+        live = places < num_tokens
+        sums += tl.load(loss_ptr + places, mask=live, other=0.0)
+        target = tl.load(target_ptr + places, mask=live, other=ignore_index)
+        counts += (target != ignore_index).to(tl.int32)
+    divisor = tl.full([], 1.0, element)
+    if MEAN:
+        divisor = tl.maximum(tl.sum(counts.to(tl.int64), axis=0), 1).to(element)
+    tl.store(value_ptr, divide(tl.sum(sums, axis=0), divisor))
+    tl.store(divisor_ptr, divisor)
 
 
 @triton.jit
@@ -94,21 +156,16 @@ def _slope(x, place, lse, dloss, growth, hit_weight, share, softcap, double_inve
 
 
 @triton.jit
-def _loss_grad(
-    logits_ptr, grad_ptr, target_ptr, lse_ptr, dloss_ptr, stride_logits_row, stride_grad_row, num_cols, num_blocks,
-    vocab_start, hit_weight, share, double_z, softcap, double_inverse,
+def _grad_block(
+    logits_ptr, grad_ptr, start, target, lse, dloss, num_cols, hit_weight, share, double_z, softcap, double_inverse,
     COMPUTE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_COL: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    row = (program // num_blocks).to(tl.int64)
-    start = program % num_blocks * BLOCK_COL
+    """The gradient of BLOCK_COL columns of a row from column `start` on; `target` counts from the row's first."""
     cols = tl.arange(0, BLOCK_COL)
-    lse = tl.load(lse_ptr + row)
-    dloss = tl.load(dloss_ptr + row)
     growth = 1.0 + double_z * lse
-    place = tl.load(target_ptr + row) - vocab_start - start  # int64
-    in_ptr = logits_ptr + row * stride_logits_row + start + cols
-    out_ptr = grad_ptr + row * stride_grad_row + start + cols
+    place = target - start  # int64
+    in_ptr = logits_ptr + start + cols
+    out_ptr = grad_ptr + start + cols
     element = grad_ptr.dtype.element_ty
     if start + BLOCK_COL <= num_cols:
         x = tl.load(in_ptr).to(COMPUTE)  # [BLOCK_COL]
@@ -119,6 +176,41 @@ def _loss_grad(
         x = tl.load(in_ptr, mask=live, other=0.0).to(COMPUTE)
         grad = _slope(x, place, lse, dloss, growth, hit_weight, share, softcap, double_inverse, SOFTCAP)
         tl.store(out_ptr, grad.to(element), mask=live)
+
+
+@triton.jit
+def _loss_grad(
+    logits_ptr, grad_ptr, target_ptr, lse_ptr, dloss_ptr, stride_logits_row, stride_grad_row, num_cols, num_blocks,
+    vocab_start, hit_weight, share, double_z, softcap, double_inverse,
+    COMPUTE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_COL: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    row = (program // num_blocks).to(tl.int64)
+    lse = tl.load(lse_ptr + row)
+    dloss = tl.load(dloss_ptr + row)
+    _grad_block(
+        logits_ptr + row * stride_logits_row, grad_ptr + row * stride_grad_row, program % num_blocks * BLOCK_COL,
+        tl.load(target_ptr + row) - vocab_start, lse, dloss, num_cols, hit_weight, share, double_z, softcap,
+        double_inverse, COMPUTE, SOFTCAP, BLOCK_COL,
+    )  # fmt: skip
+
+
+@triton.jit
+def _loss_grad_reduced(
+    logits_ptr, grad_ptr, target_ptr, lse_ptr, dvalue_ptr, divisor_ptr, stride_logits_row, stride_grad_row, num_cols,
+    num_blocks, ignore_index, hit_weight, share, double_z, softcap, double_inverse,
+    COMPUTE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_COL: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    row = (program // num_blocks).to(tl.int64)
+    lse = tl.load(lse_ptr + row)
+    target = tl.load(target_ptr + row)
+    dloss = tl.where(target == ignore_index, 0.0, divide(tl.load(dvalue_ptr), tl.load(divisor_ptr)))
+    _grad_block(
+        logits_ptr + row * stride_logits_row, grad_ptr + row * stride_grad_row, program % num_blocks * BLOCK_COL,
+        target, lse, dloss, num_cols, hit_weight, share, double_z, softcap, double_inverse,
+        COMPUTE, SOFTCAP, BLOCK_COL,
+    )  # fmt: skip
 
 
 def stats_launch(
@@ -137,6 +229,55 @@ def stats_launch(
         "BLOCK_COL": min(_STATS_BLOCK, next_power_of_two(num_cols)),
     }
     return Launch(_loss_stats, (num_rows,), arguments, constants, _STATS_WARPS)
+
+
+def token_loss_launch(
+    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, label_smoothing: float, z_loss: float,
+    softcap: float, lse: torch.Tensor, loss: torch.Tensor,
+) -> Launch:  # fmt: skip
+    """lse and loss [n], contiguous, are the outputs, of a whole vocabulary."""
+    rows = rows_of(logits)
+    num_rows, num_cols = rows.shape
+    arguments = (
+        rows, target.contiguous(), lse, loss, rows.stride(0), num_cols, ignore_index, 1.0 - label_smoothing,
+        label_smoothing / num_cols, z_loss, softcap, 2.0 / (softcap or 1.0),
+    )  # fmt: skip
+    constants = {
+        "COMPUTE": triton_dtype(logits.dtype),
+        "SMOOTHED": label_smoothing != 0.0,
+        "SQUARED": z_loss != 0.0,
+        "SOFTCAP": softcap > 0.0,
+        "BLOCK_COL": min(_STATS_BLOCK, next_power_of_two(num_cols)),
+    }
+    return Launch(_token_loss, (num_rows,), arguments, constants, _STATS_WARPS)
+
+
+def add_launch(
+    loss: torch.Tensor, target: torch.Tensor, ignore_index: int, mean: bool, value: torch.Tensor,
+    divisor: torch.Tensor,
+) -> Launch:  # fmt: skip
+    """The sum of loss [n] into 0-dim value, divided by the tokens that count where `mean`; by what, into divisor."""
+    constants = {"MEAN": mean, "BLOCK": min(_SUM_BLOCK, next_power_of_two(loss.numel()))}
+    arguments = (loss, target.contiguous(), value, divisor, loss.numel(), ignore_index)
+    return Launch(_add_losses, (1,), arguments, constants, _SUM_WARPS if loss.numel() > 1024 else 4)
+
+
+def reduced_grad_launch(
+    logits: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, dvalue: torch.Tensor, divisor: torch.Tensor,
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, grad: torch.Tensor,
+) -> Launch:  # fmt: skip
+    """grad [n, V] (unit stride in V) is the output; dvalue, 0-dim, the gradient of what `add_launch` gave."""
+    rows = rows_of(logits)
+    num_rows, num_cols = rows.shape
+    block = min(_GRAD_BLOCK, next_power_of_two(num_cols))
+    num_blocks = triton.cdiv(num_cols, block)
+    arguments = (
+        rows, grad, target.contiguous(), lse, dvalue, divisor, rows.stride(0), grad.stride(0), num_cols, num_blocks,
+        ignore_index, 1.0 - label_smoothing, label_smoothing / num_cols, 2.0 * z_loss, softcap,
+        2.0 / (softcap or 1.0),
+    )  # fmt: skip
+    constants = {"COMPUTE": triton_dtype(logits.dtype), "SOFTCAP": softcap > 0.0, "BLOCK_COL": block}
+    return Launch(_loss_grad_reduced, (num_rows * num_blocks,), arguments, constants, _GRAD_WARPS)
 
 
 def grad_launch(

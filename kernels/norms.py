@@ -229,7 +229,7 @@ def _launch(tensors: list[torch.Tensor], take_root: bool) -> torch.Tensor | None
     if ready is None:
         return None
     out = torch.empty_like(ready.like)
-    partial = out.new_empty(ready.num_partials)
+    partial = torch.empty_strided((ready.num_partials,), (1,), dtype=out.dtype, device=out.device)
     for run, x, place, rest in ready.first:
         run(x, partial[place:] if place else partial, *rest)
     run, rest = ready.second

@@ -77,8 +77,15 @@ CASES = {
     "embedding_grad": [(_c(2, 3, 4), TOKENS, 5, 2)],
     "embedding_grad_": [(_c(2, 3, 4), TOKENS, _c(5, 4), 2, True)],
     "dropout": [(_x(2, 3, 8), RNG, 0.25, 1, 2, 3)],
-    "cross_entropy_stats": [(_c(3, 9), TOKENS[0], 2.0), (_c(9, 3).t(), TOKENS[0], 0.0)],
-    "cross_entropy_grad": [(_c(3, 9), TOKENS[0], _c(3), _c(3), 0.1, 0.1, 2.0)],
+    "cross_entropy": [
+        (_x(3, 9), TOKENS[0], 1, 0.1, 0.1, 2.0, 2),
+        (_x(3, 9), TOKENS[0], -100, 0.0, 0.0, 0.0, 1),
+        (_x(3, 9), TOKENS[0], 1, 0.0, 0.1, 2.0, 0),
+    ],
+    "cross_entropy_grad": [
+        (_c(3, 9), TOKENS[0], _c(3), _c(3)[0] + 9.0, _c(3)[1].clone(), 1, 0.1, 0.1, 2.0),
+        (_c(9, 3).t(), TOKENS[0], _c(3), _c(0), _c(3, seed=1), 1, 0.0, 0.0, 0.0),
+    ],
     "linear_cross_entropy_stats": [(_c(3, 4), _c(9, 4), TOKENS[0], 0, 0.0)],
     "linear_cross_entropy_grad": [
         (_c(3, 4), _c(9, 4), TOKENS[0], _c(3), _c(3), _c(9, 4), 0, 9, 0.1, 0.1, 2.0, True),
@@ -144,7 +151,7 @@ def test_opcheck(name, arguments):
             "attention",
             "linear",
             "activation_grad",
-            "cross_entropy_stats",
+            "cross_entropy",
             "cross_entropy_grad",
             "linear_cross_entropy_stats",
             "linear_cross_entropy_grad",

@@ -21,7 +21,7 @@ from plait.kernels import (
     merge_stats,
 )
 from plait.kernels.inspect import compile_offline
-from plait.kernels.loss_triton import grad_launch, stats_launch
+from plait.kernels.loss_triton import add_launch, grad_launch, stats_launch
 from tests.cases import TOLERANCE, close, compare, dtype_support, interpret, needs_compiler, needs_interpreter, normal
 from tests.edges import far_rows, no_32_bit_overflow
 from tests.loss_cases import (
@@ -511,6 +511,22 @@ def test_each_logit_is_read_once_and_each_gradient_written_once(monkeypatch, cla
     assert (accesses.loads, accesses.stores) == (3 * classes + 3 * programs, 3 * classes)
 
 
+@interpret
+@needs_interpreter
+@pytest.mark.parametrize("num_tokens", [0, 1, 4096, 9000])
+def test_the_sum_of_losses_of_any_number_of_tokens(num_tokens):
+    """More than one pass of the program that adds; every third token is ignored."""
+    loss = normal(num_tokens, dtype=torch.float32).abs()
+    target = torch.arange(num_tokens) % 3
+    loss[target == 0] = 0.0
+    for mean in (False, True):
+        value, divisor = torch.full((), float("nan")), torch.full((), float("nan"))
+        add_launch(loss, target, 0, mean, value, divisor).run()
+        count = max(1, int((target != 0).sum())) if mean else 1
+        assert divisor.item() == count
+        torch.testing.assert_close(value.double(), loss.double().sum() / count, rtol=1e-6, atol=0)
+
+
 # point: 16-byte reads and writes of a thread in one block. There is code for whole blocks and for the last one.
 WIDE = {
     "stats.128256": (2, 0),
@@ -518,18 +534,20 @@ WIDE = {
     "stats.16032": (2, 0),
     "stats.50257": (2, 0),
     "stats.bf16": (1, 0),
+    "stats.loss": (1, 0),
     "grad.128256": (4, 2),
     "grad.softcap": (4, 2),
     "grad.16032": (4, 2),
     "grad.50257": (4, 2),
     "grad.in_place": (4, 4),
     "grad.bf16": (2, 2),
+    "grad.mean": (2, 2),
 }
 EVERYWHERE = ("stats.128256", "stats.softcap", "grad.128256", "grad.softcap")
 
 
 def test_every_point_is_compiled():
-    assert {f"cross_entropy.{name}" for name in WIDE} == set(loss_points.points())
+    assert {f"cross_entropy.{name}" for name in (*WIDE, "add")} == set(loss_points.points())
 
 
 @pytest.mark.offline
@@ -550,5 +568,8 @@ def test_compiles_without_spills_and_reads_wide(name, arch):
         assert facts.count("LDG.E.128") == reads and facts.count("STG.E.128") == writes
     else:
         scalar_loads, scalar_stores = (1, 4) if "stats" in name else (3, 0)
+        scalar_loads, scalar_stores = {"stats.loss": (1, 2), "grad.mean": (4, 0)}.get(
+            name, (scalar_loads, scalar_stores)
+        )
         assert facts.count("LDG.E.128") == 2 * reads == facts.count("LDG") - scalar_loads
         assert facts.count("STG.E.128") == 2 * writes == facts.count("STG") - scalar_stores
