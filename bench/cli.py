@@ -106,6 +106,7 @@ def compare(args: argparse.Namespace, command: str) -> int:
     if found.controls:
         text += ["controls, in which nothing of ours is:"]
         text.append(report.table(comparing.HEADER, [row.cells() for row in found.controls]))
+    text.append(comparing.outcome(found, args.strict))
     code = found.exit_code(args.strict)
     content = {
         "command": command,
@@ -152,6 +153,8 @@ def itself(args: argparse.Namespace, command: str) -> int:
     rows = [tally.row() for tally in tallies]
     text += [report.table(aa.HEADER, rows), "< : 95 % upper bound of the rate (Clopper-Pearson)"]
     code = 1 if any(tally.too_many(rule) for tally in tallies) else 0
+    more = "more" if code else "no more"
+    text.append(f"{more} suites with a false alarm than alpha {rule.alpha:g} in each direction explains; exit {code}")
     show(args, text, aa.HEADER, rows, {"command": command, "exit": code, "tallies": [t.to_json() for t in tallies]})
     return code
 

@@ -132,6 +132,16 @@ def compare(
     return Comparison(rows, controls, machine)
 
 
+def outcome(found: Comparison, strict: bool) -> str:
+    """The verdicts counted, the exit code they call for, and what to do where too few processes were measured."""
+    counts = [(verdict, sum(row.verdict == verdict for row in found.rows)) for verdict in Verdict]
+    text = ", ".join(f"{count} {verdict}" for verdict, count in counts if count)
+    text = f"{len(found.rows)} cases: {text}; exit {found.exit_code(strict)}"
+    if any(row.note.startswith("processes: ") for row in found.rows):
+        text += "; too few processes for a verdict: measure both with `plait bench run SUITE --processes 5`, or more"
+    return text
+
+
 def difference(base: ResultFile, head: ResultFile) -> str:
     """Returns how the machines differ, '' where they do not."""
     keys = [key for key in {**base.machine, **head.machine} if base.machine.get(key) != head.machine.get(key)]

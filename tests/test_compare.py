@@ -80,7 +80,9 @@ def rows_of(text: str) -> dict[str, list[str]]:
 def test_an_equal_head_is_same_and_exits_0(files, capsys):
     base, head = files(base=BASE, head=suite_data(seed=30, processes=7))
     assert cli.main(["compare", base, head, "--strict"]) == 0
-    rows = rows_of(capsys.readouterr().out)
+    out = capsys.readouterr().out
+    assert "4 cases: 4 SAME; exit 0" in out and "too few" not in out
+    rows = rows_of(out)
     assert [rows[f"{name} plait"][6] for name in "abcd"] == ["SAME"] * 4
     assert rows["a torch"][6] == "SAME", "the control"
 
@@ -93,6 +95,12 @@ def test_a_slower_head_exits_1_and_says_which_case(files, capsys):
     assert [rows[f"{name} plait"][6] for name in "abcd"] == ["SLOWER", "SAME", "SAME", "SAME"]
     assert rows["a plait"][3].startswith("1.0") and rows["a plait"][5] == "7"
     assert "head is slower" in captured.out and "--confirm BASE2 HEAD2" in captured.err
+
+
+def test_too_few_processes_say_what_to_do(files, capsys):
+    base, head = files(base=suite_data(seed=10, processes=2), head=suite_data(seed=20, processes=2))
+    assert cli.main(["compare", base, head, "--strict"]) == 3
+    assert "4 cases: 4 INCONCLUSIVE; exit 3; too few processes for a verdict: measure" in capsys.readouterr().out
 
 
 def test_a_faster_head_exits_0(files, capsys):
