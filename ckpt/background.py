@@ -28,7 +28,7 @@ _GRACE_S = 30.0  # how long a program that ends without close() still waits for 
 
 
 class Background:
-    """Owns the writing thread, which the first save starts and `close()` ends.
+    """Owns the writing thread, which `start()` or the first save starts and `close()` ends.
 
     Thread rule: the training thread calls the public methods. `writer` may be replaced between saves.
     """
@@ -51,13 +51,17 @@ class Background:
         self._thread: threading.Thread | None = None
         self._jobs: queue.SimpleQueue[tuple[Handle, Captured] | None] = queue.SimpleQueue()
 
-    def submit(self, handle: Handle, captured: Captured) -> None:
-        """Hands a state over, captured or being captured. The pool belongs to the save until the handle is done."""
+    def start(self) -> None:
+        """Starts the writing thread unless it runs."""
         if self._thread is None:
             name = f"plait-snapshots-{self.writer.rank}"
             self._thread = threading.Thread(target=self._work, name=name, daemon=True)
             self._thread.start()
             weakref.finalize(self, _finish, self._jobs, self._thread)  # a program that ends without close()
+
+    def submit(self, handle: Handle, captured: Captured) -> None:
+        """Hands a state over that is being captured. The pool belongs to the save until the handle is done."""
+        self.start()
         self._jobs.put((handle, captured))
 
     def refuse(self, handle: Handle, error: BaseException) -> None:
@@ -101,7 +105,7 @@ class Background:
             writer.disks.forget()
         if writer.rank != 0:
             try:
-                fragment = write_part(writer, attempt, handle.step, captured, self._delta)
+                fragment, _ = write_part(writer, attempt, handle.step, captured, self._delta)
             except BaseException as error:
                 self._tell(attempt, error)
                 raise
@@ -113,13 +117,13 @@ class Background:
             return
         assert self._owned is not None
         try:
-            fragment = write_part(writer, attempt, handle.step, captured, self._delta)
-            folder = coordinate(writer, attempt, handle.step, self._owned.lock, self._owned.run, self._grid)
+            own = write_part(writer, attempt, handle.step, captured, self._delta)
+            folder = coordinate(writer, attempt, handle.step, self._owned.lock, self._owned.run, self._grid, own)
         except BaseException as error:
             self._abort(attempt, error)
             raise
         await_disks(writer, attempt, handle.step)
-        self._committed(handle, folder, fragment)
+        self._committed(handle, folder, own[0])
         publish_latest(writer, folder)
         self._tidy(folder, handle.sequence)
 

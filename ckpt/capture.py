@@ -88,6 +88,7 @@ class Capturer:
         extra_bytes: of state that is still to come.
         """
         plan = self._planned(flat)
+        _hold(flat, plan)
         self._pool_of(len(plan.layout.header) + plan.layout.data_bytes + extra_bytes)
 
     def begin(self, step: int, flat: Flat) -> Captured:
@@ -107,13 +108,7 @@ class Capturer:
             block_bytes=BLOCK_BYTES,
             threads=self._threads,
         )
-        held = []
-        for name, owner in plan.lazy:
-            tensor = flat.tensors.tensor(name) if isinstance(flat.tensors, Leaves) else flat.tensors[name].tensor
-            held.append(Held(name, tensor, version_of(tensor), owner))
-            if not tensor.is_cuda:
-                hold_in_place(tensor)
-        captured.stage, captured.flight = stage, Flight(step, stage, held, plan.names)
+        captured.stage, captured.flight = stage, Flight(step, stage, _hold(flat, plan), plan.names)
         captured.pool = pool
         return captured
 
@@ -206,6 +201,18 @@ class Capturer:
         capacity = max(_POOL_QUANTUM, -(-num_bytes // _POOL_QUANTUM) * _POOL_QUANTUM)
         pin = torch.cuda.is_initialized() if self._pin is None else self._pin
         return _C.StagingPool(capacity, self._threads, pin)
+
+
+def _hold(flat: Flat, plan: _Plan) -> list[Held]:
+    """Returns the tensors that are read after the call, as they are now; from here on those of the host stay where
+    they are."""
+    held = []
+    for name, owner in plan.lazy:
+        tensor = flat.tensors.tensor(name) if isinstance(flat.tensors, Leaves) else flat.tensors[name].tensor
+        held.append(Held(name, tensor, version_of(tensor), owner))
+        if not tensor.is_cuda:
+            hold_in_place(tensor)
+    return held
 
 
 def _cuts(file_offset: int, num_bytes: int, at_blocks: bool) -> list[tuple[int, int]]:

@@ -58,6 +58,7 @@ BURY_S = 2.0  # how long a failed attempt waits for ranks to read why; they look
 _POLL_S = (0.002, 0.1)  # first and longest pause between two looks at the folder
 
 T = TypeVar("T")
+Own = tuple[Fragment, bytes]  # this rank's, and the file's content
 
 
 @dataclass(frozen=True)
@@ -118,10 +119,12 @@ def _take_back(writer: Writer, folder: Path, reason: str) -> None:
         writer.peers.give_up(folder, reason)
 
 
-def coordinate(writer: Writer, attempt: str, step: int, lock: RootLock, run: str, grid: Mapping[str, int]) -> Path:
-    """Waits for all fragments, checks them together and commits. Returns the step folder."""
+def coordinate(
+    writer: Writer, attempt: str, step: int, lock: RootLock, run: str, grid: Mapping[str, int], own: Own
+) -> Path:
+    """Waits for all fragments, checks them together and commits. Returns the step folder. own: of this rank."""
     folder = attempt_folder(writer.root, attempt)
-    fragments, entries = _collect(writer, folder, attempt, step)
+    fragments, entries = _collect(writer, folder, attempt, step, own)
     table = build_table(fragments, f"attempt {attempt}")
     check_covered(table, f"attempt {attempt}")
     objects = to_bytes(Objects(FORMATS[Objects], merge_objects(fragments)))
@@ -182,7 +185,9 @@ def publish_latest(writer: Writer, folder: Path) -> None:
     publish(writer.io, writer.root / LATEST, f"{folder.name}\n".encode())
 
 
-def _collect(writer: Writer, folder: Path, attempt: str, step: int) -> tuple[list[Fragment], list[FileEntry]]:
+def _collect(
+    writer: Writer, folder: Path, attempt: str, step: int, own: Own
+) -> tuple[list[Fragment], list[FileEntry]]:
     """Waits for the fragments of all ranks; checks each against this attempt and its data file's size."""
 
     def look() -> bool | None:
@@ -207,7 +212,7 @@ def _collect(writer: Writer, folder: Path, attempt: str, step: int) -> tuple[lis
     for rank in range(writer.world_size):
         path = folder / fragment_name(rank)
         data = _C.read_small(writer.io, path, MAX_JSON_BYTES)
-        fragment = from_bytes(Fragment, data, f"'{path}'")
+        fragment = own[0] if data == own[1] else from_bytes(Fragment, data, f"'{path}'")  # its own is not read anew
         said = (fragment.rank, fragment.attempt, fragment.step, fragment.world_size)
         if said != (rank, attempt, step, writer.world_size):
             raise SnapshotDamaged(f"'{path}' is of (rank, attempt, step, world) {said}, not of this attempt")

@@ -17,8 +17,11 @@ from plait.ckpt.folders import attempt_folder, make_folder
 from plait.ckpt.manifest import FORMATS, DataFile, Fragment, data_name, fragment_name, to_bytes
 
 
-def write_part(writer: Writer, attempt: str, step: int, captured: Captured, delta: Delta | None = None) -> Fragment:
-    """Writes and publishes this rank's data file and fragment. OSError names operation and path.
+def write_part(
+    writer: Writer, attempt: str, step: int, captured: Captured, delta: Delta | None = None
+) -> tuple[Fragment, bytes]:
+    """Writes and publishes this rank's data file and fragment, which it returns with its bytes. OSError names
+    operation and path.
 
     delta: pieces that an older snapshot holds are referenced there instead.
     """
@@ -49,8 +52,9 @@ def write_part(writer: Writer, attempt: str, step: int, captured: Captured, delt
         per_rank=captured.per_rank,
         bases=bases,
     )
-    say(writer, folder / fragment_name(writer.rank), to_bytes(fragment))
-    return fragment
+    data = to_bytes(fragment)
+    say(writer, folder / fragment_name(writer.rank), data)
+    return fragment, data
 
 
 def _write_data(writer: Writer, path: Path, captured: Captured) -> DataFile:
@@ -62,7 +66,7 @@ def _write_data(writer: Writer, path: Path, captured: Captured) -> DataFile:
             writer.io,
             path,
             captured.stage,
-            threads=writer.threads,
+            threads=2 * writer.threads,  # half of them wait for the disk while the others hash
             rate_limit=writer.rate_limit,
             direct=writer.direct,
             nice=writer.nice,
@@ -89,7 +93,7 @@ def _write_changed(writer: Writer, path: Path, captured: Captured, change: Chang
         change.memory,
         file_bytes,
         block_bytes=BLOCK_BYTES,
-        threads=writer.threads,
+        threads=2 * writer.threads,
         rate_limit=writer.rate_limit,
         direct=writer.direct,
         nice=writer.nice,

@@ -61,15 +61,17 @@ def moves_of(target: Target, late: list[tuple[torch.Tensor, torch.Tensor]]) -> I
                 if common is None:
                     continue
                 filled += common.numel
+                file = (source.rank, source.piece.source_step)
+                if common == held.box == wanted.box:  # most of a model, restored as it was saved
+                    offset = source.piece.file_offset + held.start * item
+                    yield file, _move(offset, common.numel, held.box.shape, view, target.entry.dtype)
+                    continue
                 inside = common.shifted([-o for o in held.box.offset])
                 for span in spans(held.box.shape, inside, MAX_GAP_BYTES // item, MAX_SPAN_BYTES // item):
                     to = span.box.shifted([h - w for h, w in zip(held.box.offset, wanted.box.offset, strict=True)])
                     part = view[tuple(slice(o, o + n) for o, n in zip(to.offset, to.shape, strict=True))]
                     offset = source.piece.file_offset + (held.start + span.start) * item
-                    yield (
-                        (source.rank, source.piece.source_step),
-                        _move(offset, span.length, held.box.shape, part, target.entry.dtype),
-                    )
+                    yield file, _move(offset, span.length, held.box.shape, part, target.entry.dtype)
     if filled != tensor.numel():
         raise SnapshotError(f"tensor {target.entry.name!r}: {filled} of {tensor.numel()} elements found")
 

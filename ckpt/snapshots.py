@@ -3,7 +3,8 @@
 Not a trainer's policy of when to save. The one idea: `save` copies and returns; one thread per object writes and
 commits; whatever went wrong there is raised by `handle.wait()` or else by the next call, once.
 
-Thread rule: one training thread calls the methods. The thread is started by the first save and ends with `close()`.
+Thread rule: one training thread calls the methods. `prepare` or else the first save starts the thread,
+`close()` ends it.
 """
 
 from __future__ import annotations
@@ -48,14 +49,15 @@ class Snapshots:
     timeout_s: how long a rank is waited for before it is named. pool_bytes: all the staging memory there may be,
     taken and faulted in now; a larger state goes through it in slabs (see Handle). 0: as much as the state needs,
     taken by `prepare` or else by the first save. pin: page-lock it for CUDA; None: when CUDA is in use by then.
-    threads: for copying, and for writing, which run at `nice` and `io_priority` (normal, low, idle). rate_limit:
-    bytes per second for writing, 0 none. read_only: takes no LOCK, saves nothing. delta: what did not change since
-    the last save is linked, not written (plait.ckpt.delta). tiers: where committed snapshots are copied in the
-    background (tiers.Tier), nearest first; a restore takes the nearest good copy. key, key_file: 32 bytes, or a file
-    with them or their hex digits: it signs manifests, which must then be signed by it, and seals encrypted tiers.
-    agreement_root: where ranks agree during a restore, when they cannot write to `root`. store: a torch.distributed
-    Store, when the ranks' roots are not one folder (plait.ckpt.disks); all then make the object together. partner:
-    data files also go into another rank's root (plait.ckpt.partner). io: the system calls (tests make them fail).
+    threads: for copying; twice as many read and write, since half of those wait for the disk. Writing runs at `nice`
+    and `io_priority` (normal, low, idle). rate_limit: bytes per second for writing, 0 none. read_only: takes no LOCK,
+    saves nothing. delta: what did not change since the last save is linked, not written (plait.ckpt.delta). tiers:
+    where committed snapshots are copied in the background (tiers.Tier), nearest first; a restore takes the nearest
+    good copy. key, key_file: 32 bytes, or a file with them or their hex digits: it signs manifests, which must then
+    be signed by it, and seals encrypted tiers. agreement_root: where ranks agree during a restore, when they cannot
+    write to `root`. store: a torch.distributed Store, when the ranks' roots are not one folder (plait.ckpt.disks);
+    all then make the object together. partner: data files also go into another rank's root (plait.ckpt.partner). io:
+    the system calls (tests make them fail).
 
     Rank 0 takes the LOCK: SnapshotLocked names the owner when another job writes here. It also removes what dead
     attempts left behind. Make the object after any fork.
@@ -175,22 +177,14 @@ class Snapshots:
             raise
         handle.began, handle.waited_s = began, waited_s
         handle.describe(captured, self._bytes_per_s())
-        in_slabs = captured.slabs > 1  # said once: the writing thread may be through, and captured released, any time
-        if in_slabs:  # the pool is emptied while it is filled
-            background.submit(handle, captured)
+        background.submit(handle, captured)  # first: what is captured is written while the rest is
         try:
             capturer.finish(captured, flat)
         except BaseException as error:
             captured.cancel(f"the capture failed: {error}")
-            if in_slabs:
-                handle.settle()
-            else:
-                captured.release()
-                background.refuse(handle, error)
+            handle.settle()
             raise
         self._last = handle
-        if not in_slabs:
-            background.submit(handle, captured)
         handle.stall_s = time.monotonic() - began
         return handle
 
@@ -214,7 +208,9 @@ class Snapshots:
         (an optimizer's before its first step). Not needed with `pool_bytes`.
         """
         self.wait()
-        self._writing()[1].prepare(self._flattener.flatten(state), extra_bytes)
+        background, capturer = self._writing()
+        background.start()
+        capturer.prepare(self._flattener.flatten(state), extra_bytes)
 
     def restore(
         self,

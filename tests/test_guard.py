@@ -7,6 +7,7 @@ capture is made by a pool of two blocks and a rate limit: all but the first bloc
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import weakref
 from collections import OrderedDict
@@ -301,18 +302,22 @@ def test_an_error_of_the_disk_opens_the_fence(tmp_path):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_save_in_slabs_that_is_written_before_the_call_returns_is_not_written_twice(tmp_path, monkeypatch, fails):
+@pytest.mark.parametrize("pool", [{}, {"pool_bytes": 2 * BLOCK_BYTES}], ids=["whole_pool", "slabs"])
+def test_a_save_is_written_while_the_call_still_captures_and_only_once(tmp_path, monkeypatch, pool, fails):
+    """Unguarded saves were handed to the writer after their capture: durable one copy of the state later."""
     finish = Capturer.finish
 
     def late(capturer: Capturer, captured: Captured, flat: Any) -> None:
         finish(capturer, captured, flat)
-        while captured.stage is not None:
+        deadline = time.monotonic() + 60.0
+        while captured.stage is not None:  # the writing thread lets go of it when it is through
+            assert time.monotonic() < deadline
             time.sleep(0.001)
 
     monkeypatch.setattr(Capturer, "finish", late)
     io = failing("fdatasync", 5) if fails else None
     net = torch.nn.Linear(WIDE, WIDE)
-    snapshots = Snapshots(tmp_path, io=io, pool_bytes=2 * BLOCK_BYTES, threads=1)
+    snapshots = Snapshots(tmp_path, io=io, threads=1, **pool)
     for step in range(3):
         if fails:
             with pytest.raises(OSError, match="fdatasync"):
@@ -341,6 +346,18 @@ def test_prepare_takes_the_memory_that_the_first_save_needs(tmp_path):
         pool = snapshots._capturer.pool
         snapshots.save(1, {"model": net, "more": torch.zeros(400_000)}).wait()
         assert snapshots._capturer.pool is pool
+
+
+def test_what_only_the_first_save_does_is_done_by_prepare(tmp_path):
+    """The first guarded call took three times as long as later ones: it started the thread and held each storage."""
+    net = Net()
+    with Snapshots(tmp_path) as snapshots:
+        snapshots.guard(torch.optim.SGD(net.parameters(), lr=0.1))
+        snapshots.prepare({"model": net})
+        assert not net.first.weight.untyped_storage().resizable()
+        before = [thread.ident for thread in threading.enumerate()]
+        snapshots.save(1, {"model": net}).wait()
+        assert [thread.ident for thread in threading.enumerate()] == before
 
 
 def test_the_trainers_own_optimizer_is_guarded_bucket_by_bucket(tmp_path):
