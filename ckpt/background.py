@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from plait.ckpt.agree import Agreement
@@ -60,9 +60,30 @@ class Background:
             weakref.finalize(self, _finish, self._jobs, self._thread)  # a program that ends without close()
 
     def submit(self, handle: Handle, captured: Captured) -> None:
-        """Hands a state over that is being captured. The pool belongs to the save until the handle is done."""
+        """Hands a state over, captured or being captured. The pool belongs to the save until the handle is done."""
         self.start()
         self._jobs.put((handle, captured))
+
+    def capture(self, handle: Handle, captured: Captured, finish: Callable[[], None]) -> None:
+        """Hands a state over and calls `finish`, which captures it: it is written meanwhile, except that copies from
+        a device come first. Raises what `finish` does, or what ended the writing before it."""
+        early = not captured.on_device
+        if early:
+            self.submit(handle, captured)
+        try:
+            finish()
+        except BaseException as error:
+            reason = f"the capture failed: {error}"
+            captured.cancel(reason)
+            if early:
+                handle.settle()
+                handle.raise_other(error, reason)
+            else:
+                captured.release()
+                self.refuse(handle, error)
+            raise
+        if not early:
+            self.submit(handle, captured)
 
     def refuse(self, handle: Handle, error: BaseException) -> None:
         """Tells the other ranks that nothing of this save was captured here, so that nobody waits for it."""

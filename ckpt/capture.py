@@ -54,6 +54,7 @@ class _Plan:
     staged: tuple[tuple[int, int, int, bool], ...]  # (address or 0, bytes, file offset, lazy) of each piece
     others: tuple[_Other, ...]
     lazy: tuple[tuple[str, Guard], ...]  # names of tensors that are read after the call
+    on_device: bool
 
 
 class Capturer:
@@ -109,7 +110,7 @@ class Capturer:
             threads=self._threads,
         )
         captured.stage, captured.flight = stage, Flight(step, stage, _hold(flat, plan), plan.names)
-        captured.pool = pool
+        captured.pool, captured.on_device = pool, plan.on_device and captured.slabs == 1
         return captured
 
     def finish(self, captured: Captured, flat: Flat) -> None:
@@ -186,7 +187,8 @@ class Capturer:
                 others.append(_Other(leaf.name, share.start, share.stop, at, size, owner))
         kept = DataLayout(layout.header, tuple(map(_without_data, layout.pieces)), layout.data_bytes)
         names = tuple(placed.share.leaf.name for placed in layout.pieces)
-        return _Plan(signature, kept, names, aliases, tuple(staged), tuple(others), tuple(lazy.items()))
+        on_device = any(leaf.tensor.device.type == "cuda" for leaf in own)
+        return _Plan(signature, kept, names, aliases, tuple(staged), tuple(others), tuple(lazy.items()), on_device)
 
     def _pool_of(self, num_bytes: int) -> _C.StagingPool:
         """Returns the pool, grown when too small, unless its size was given."""

@@ -81,6 +81,11 @@ class Handle:
             self._raised = True
             raise self._error
 
+    def raise_other(self, error: BaseException, reason: str) -> None:
+        """Raises the save's error if it came before the caller's own, which ended it for this reason."""
+        if isinstance(error, Exception) and self._error is not None and str(self._error) != reason:
+            raise self._error from error
+
     def copied(self) -> bool:
         """True when nothing of it is being copied and no error of it is left to raise."""
         return not self._copies_left and (self._copy_error is None or self._copy_raised)

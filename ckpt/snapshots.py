@@ -177,13 +177,7 @@ class Snapshots:
             raise
         handle.began, handle.waited_s = began, waited_s
         handle.describe(captured, self._bytes_per_s())
-        background.submit(handle, captured)  # first: what is captured is written while the rest is
-        try:
-            capturer.finish(captured, flat)
-        except BaseException as error:
-            captured.cancel(f"the capture failed: {error}")
-            handle.settle()
-            raise
+        background.capture(handle, captured, lambda: capturer.finish(captured, flat))
         self._last = handle
         handle.stall_s = time.monotonic() - began
         return handle

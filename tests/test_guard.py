@@ -328,6 +328,21 @@ def test_a_save_is_written_while_the_call_still_captures_and_only_once(tmp_path,
     snapshots.close()
 
 
+def test_a_disk_that_fails_first_is_what_the_call_raises(tmp_path, monkeypatch):
+    """The capture that still ran then said that its stage is closed; the disk's error was lost."""
+
+    def late(capturer: Capturer, captured: Captured, flat: Any) -> None:
+        stage = captured.stage
+        while captured.stage is not None:
+            time.sleep(0.001)
+        stage.open(0, 1)
+
+    with Snapshots(tmp_path, io=failing("statvfs", 28)) as snapshots, monkeypatch.context() as patch:
+        patch.setattr(Capturer, "finish", late)
+        with pytest.raises(OSError, match="statvfs"):
+            snapshots.save(1, {"weight": torch.zeros(WIDE, WIDE)})
+
+
 def test_what_cannot_be_seen_writing_is_not_guarded(tmp_path):
     with Snapshots(tmp_path) as snapshots:
         with pytest.raises(TypeError, match="dict has no register_step_pre_hook"):
