@@ -59,6 +59,7 @@ _POLL_S = (0.002, 0.1)  # first and longest pause between two looks at the folde
 
 T = TypeVar("T")
 Own = tuple[Fragment, bytes]  # this rank's, and the file's content
+Collected = tuple[list[Fragment], list[FileEntry]]
 
 
 @dataclass(frozen=True)
@@ -185,9 +186,7 @@ def publish_latest(writer: Writer, folder: Path) -> None:
     publish(writer.io, writer.root / LATEST, f"{folder.name}\n".encode())
 
 
-def _collect(
-    writer: Writer, folder: Path, attempt: str, step: int, own: Own
-) -> tuple[list[Fragment], list[FileEntry]]:
+def _collect(writer: Writer, folder: Path, attempt: str, step: int, own: Own) -> Collected:
     """Waits for the fragments of all ranks; checks each against this attempt and its data file's size."""
 
     def look() -> bool | None:
@@ -203,16 +202,13 @@ def _collect(
     def missing(names: set[str]) -> list[int]:
         return [rank for rank in range(writer.world_size) if fragment_name(rank) not in names]
 
-    def late() -> str:
-        ranks = missing(set(os.listdir(folder)))
-        return f"ranks {ranks} did not finish their part of step {step} within {writer.timeout_s:g} s ('{folder}')"
-
-    writer.wait(look, late)
+    late = f"did not finish their part of step {step} within {writer.timeout_s:g} s ('{folder}')"
+    writer.wait(look, lambda: f"ranks {missing(set(os.listdir(folder)))} {late}")
     fragments, entries = [], []
     for rank in range(writer.world_size):
         path = folder / fragment_name(rank)
         data = _C.read_small(writer.io, path, MAX_JSON_BYTES)
-        fragment = own[0] if data == own[1] else from_bytes(Fragment, data, f"'{path}'")  # its own is not read anew
+        fragment = own[0] if data == own[1] else from_bytes(Fragment, data, f"'{path}'")
         said = (fragment.rank, fragment.attempt, fragment.step, fragment.world_size)
         if said != (rank, attempt, step, writer.world_size):
             raise SnapshotDamaged(f"'{path}' is of (rank, attempt, step, world) {said}, not of this attempt")
