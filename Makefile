@@ -50,7 +50,7 @@ test-long: build ## the longer walks: more kills, more faults, more grids
 	$(BIN)/python -m tests.walk --faults 10000
 	TRITON_INTERPRET=1 $(PYTEST) tests -n $(WORKERS) -m "long and interpret"
 
-faults: build ## 10,000 injected faults in saves, commits, copies and restores, counted; the record in bench/results
+faults: build ## 10,000 injected faults in saves, commits, copies and restores, counted; the record in tests/results
 	$(BIN)/python -m tests.walk --faults $(FAULTS)
 
 sanitize: build ## the extension's own tests on builds with ASan, UBSan and TSan

@@ -1,7 +1,7 @@
 """A fault at every operation of every kind of save: errors, short and torn writes, kills, power loss.
 
 `python -m tests.walk --faults 10000` (`make faults`) walks all kinds of cycles.py, counts, ends at the first loss,
-and writes what it did to bench/results/faults.json. Fewer faults take every so many operations. The tests of
+and writes what it did to tests/results/faults.json. Fewer faults take every so many operations. The tests of
 test_walk.py walk the same. The one idea: each walk is a process of its own on copies of one small run in memory, so
 that a fault costs some 40 ms and nothing of one walk (a lock, a thread) reaches another.
 """
@@ -50,7 +50,7 @@ CUTS = (1, 511, 512, 4096)  # bytes of a short or torn write
 LOSSES = 12  # ways of losing what was not synced, at each operation of a whole walk
 _ONE = b"\x01"  # what a walk tells after each fault
 BLOCK_BYTES = 1 << 20  # so that a small state needs slabs
-RECORD = Path(__file__).resolve().parents[1] / "bench" / "results" / "faults.json"
+RECORD = Path(__file__).resolve().parent / "results" / "faults.json"
 WHOLE = 12_000  # about what all walks have together
 Indices = Callable[[int, int], range]  # (operations, kind of fault) -> those to walk
 
