@@ -255,6 +255,7 @@ def wgrad_into(
     if use_triton(x) and out.numel():  # without columns there are sums alone
         options = (bias_grad is not None, accumulate, allow_tf32, torch_tf32(x))
         if planned(_build_wgrad, (x, dout, out, bias_grad), *options) is not None:
+            torch.autograd.graph.increment_version(out if bias_grad is None else (out, bias_grad))
             return
     rows, grads = flat(x), flat(dout).t()
     if bias_grad is not None:

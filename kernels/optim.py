@@ -119,15 +119,15 @@ def _kernel(
             params, grads, exp_avgs, exp_avg_sqs, masters, factor, step, lr, beta1, beta2, eps, weight_decay,
             rng, starts,
         )  # fmt: skip
-        return
-    decay, rate, correction = (
-        (1.0, 1.0, 1.0) if schedule is not None else _numbers(step, lr, beta1, beta2, weight_decay)
-    )
-    numbers = (decay, rate, correction, beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps)
-    lists = [params, grads, exp_avgs, exp_avg_sqs] + ([masters] if masters else [])
-    _launch(lists, Step(numbers, schedule, grad_scale, loss_scale, rng, found_inf), tuple(starts))
-    # The kernels write by address, so autograd must be told.
-    torch.autograd.graph.increment_version([x for i, some in enumerate(lists) if i != 1 for x in some])
+    else:
+        decay, rate, correction = (
+            (1.0, 1.0, 1.0) if schedule is not None else _numbers(step, lr, beta1, beta2, weight_decay)
+        )
+        numbers = (decay, rate, correction, beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps)
+        lists = [params, grads, exp_avgs, exp_avg_sqs] + ([masters] if masters else [])
+        _launch(lists, Step(numbers, schedule, grad_scale, loss_scale, rng, found_inf), tuple(starts))
+    # The kernels write by address, and torch's fused step says nothing of it: autograd must be told.
+    torch.autograd.graph.increment_version([*params, *exp_avgs, *exp_avg_sqs, *masters])
 
 
 def _ready(

@@ -67,6 +67,7 @@ def rotate_(x: torch.Tensor, turn: Tables, inverse: bool = False, interleaved: b
     if use_triton(x):
         sin = turn.sin[..., 1:] if interleaved else turn.sin[..., rotary // 2 :]
         planned(_build_turn, (x, turn.cos, sin), inverse, interleaved)
+        torch.autograd.graph.increment_version(x)
         return x
     part = x if rotary == x.shape[-1] else x[..., :rotary]
     if interleaved:
@@ -133,6 +134,7 @@ def _rope_inplace_kernel(
     )
     if use_triton(q):
         planned(_build, (q, k, cos, sin), inverse, interleaved, True)
+        torch.autograd.graph.increment_version((q, k))
         return
     turn = tables(cos, sin, q.dtype, interleaved)
     rotate_(q, turn, inverse, interleaved)

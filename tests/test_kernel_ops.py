@@ -256,3 +256,59 @@ def test_no_source_line_imports_more_than_torch_triton_and_the_standard_library(
                 assert not name.startswith("plait.") or name.startswith("plait.kernels"), (
                     f"{path.name} imports {name}"
                 )
+
+
+def _normal(*shape, seed=0):
+    return normal(*shape, seed=seed, dtype=torch.float32)
+
+
+def _written_by_rope():
+    q, k, angles = _normal(1, 3, 2, 8), _normal(1, 3, 1, 8, seed=1), _normal(3, 4)
+    kernels.rope_(q, k, angles.cos(), angles.sin())
+    return q, k
+
+
+def _written_by_wgrad():
+    out, bias_grad = torch.zeros(16, 16), torch.zeros(16)
+    kernels.linear_wgrad(_normal(16, 16), _normal(16, 16, seed=1), out, accumulate=True, bias_grad=bias_grad)
+    return out, bias_grad
+
+
+def _written_by_adamw():
+    lists = [[_normal(5, seed=i)] for i in range(3)] + [[_normal(5).square()]]
+    kernels.adamw_(*lists, step=1, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0)
+    return lists[0][0], lists[2][0], lists[3][0]
+
+
+WRITERS = (
+    _written_by_rope,
+    _written_by_wgrad,
+    _written_by_adamw,
+    lambda: (kernels.embedding_wgrad(TOKENS, _normal(2, 3, 4), torch.zeros(8, 4), accumulate=True),),
+)
+
+
+@pytest.mark.parametrize("written", WRITERS)
+def test_autograd_knows_what_was_written_in_place(written):
+    """rope_ and linear_wgrad wrote by address: a backward took what another node had saved, changed, for good."""
+    assert all(tensor._version > 0 for tensor in written())
+
+
+@interpret
+@needs_interpreter
+@pytest.mark.parametrize("written", WRITERS)
+def test_autograd_knows_what_a_kernel_wrote_in_place(written):
+    assert all(tensor._version > 0 for tensor in written())
+
+
+@interpret
+@needs_interpreter
+def test_a_backward_refuses_what_rope_has_turned_since():
+    leaf = _normal(1, 3, 2, 8).requires_grad_()
+    saved = leaf * 1.0
+    out = saved.square().sum()
+    angles = _normal(3, 4)
+    with torch.no_grad():
+        kernels.rope_(saved.detach(), _normal(1, 3, 1, 8), angles.cos(), angles.sin())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
