@@ -238,7 +238,7 @@ def _grad_kernel(
         return found
     if reduced:
         dloss = torch.where(target != ignore_index, dloss / divisor, 0.0)
-    s = capped(logits.to(lse.dtype, copy=True), softcap)
+    s = capped(logits.to(lse.dtype, copy=True, memory_format=torch.contiguous_format), softcap)
     return plain_grad(s, target, lse, dloss, 0, logits.shape[1], *terms).to(logits.dtype)
 
 

@@ -68,12 +68,14 @@ def inseparable(module: nn.Module) -> tuple[str, ...]:
     """Names of the layers of a module whose weight gradients autograd makes, and which so cannot wait for W.
 
     A schedule with I and W runs them all the same, but their W is empty: `search(split=False)` leaves such schedules
-    out. A layer that can split has a `weight_grads` sink; a frozen one has nothing to split.
+    out. A layer that can split has a `weight_grads` sink; a frozen one has nothing to split, and neither have vectors
+    (the scales of a norm, biases): their gradients are sums over what I reads anyway, no products that W could take.
     """
     return tuple(
         name
         for name, layer in module.named_modules()
-        if not hasattr(layer, "weight_grads") and any(p.requires_grad for p in layer.parameters(recurse=False))
+        if not hasattr(layer, "weight_grads")
+        and any(p.requires_grad and p.dim() > 1 for p in layer.parameters(recurse=False))
     )
 
 

@@ -95,7 +95,7 @@ def make_seeds(root: Path) -> list[Seed]:
     for name in ("eager", "delta", "two ranks", "signed"):
         cycle = cycles.CYCLES[name]
         cycles.make_old(cycle, root / name)
-        cycle.run(root / name, [_C.PosixIo() for _ in range(cycle.ranks)], cycle.steps)
+        cycle.run(root / name, cycles.Ios(_C.PosixIo() for _ in range(cycle.ranks)), cycle.steps)
         newest = max((root / name).glob("step-*"))
         seeds.append(_seed(name, newest, cycle, cycle.key))
     for name, tier in (("zstd", {"compress": True}), ("sealed", {"compress": 3, "encrypt": True})):

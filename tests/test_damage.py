@@ -14,7 +14,7 @@ import pytest
 
 from plait import _C
 from plait.ckpt import Snapshots
-from tests.cycles import CYCLES, Cycle, bits, blank, same
+from tests.cycles import CYCLES, Cycle, Ios, bits, blank, same
 from tests.faults import flip
 
 GOOD, DAMAGED = 1, 2
@@ -26,7 +26,7 @@ def pair(request, tmp_path):
     """A root with a good snapshot, and a newer one that will be damaged; each file has only one name."""
     cycle = CYCLES[request.param]
     for place, steps in (("good", (GOOD,)), ("new", cycle.steps)):
-        cycle.run(tmp_path / place, [_C.PosixIo() for _ in range(cycle.ranks)], steps)
+        cycle.run(tmp_path / place, Ios(_C.PosixIo() for _ in range(cycle.ranks)), steps)
     newest = max((tmp_path / "new").glob("step-*"))
     folder = tmp_path / "good" / newest.name
     shutil.copytree(newest, folder)

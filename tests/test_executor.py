@@ -238,7 +238,9 @@ def test_layers_that_cannot_split_are_named_and_search_leaves_splits_out():
     able, unable = Stack(range(2), 0, 1), WholeStack(range(2), 0, 1)
     assert inseparable(able) == () and inseparable(unable) == ("layers.0", "layers.1")
     assert inseparable(ColumnParallelLinear(4, 4, Axis.single())) == ()
-    assert inseparable(nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.LayerNorm(2))) == ("1",)
+    assert inseparable(nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.LayerNorm(2), nn.Conv1d(1, 1, 1))) == (
+        "2",
+    )
     pipeline = Pipeline({0: unable}, one_f_one_b(1, 2), Mesh.single())
     assert pipeline.inseparable == {0: ("layers.0", "layers.1")}
     for stage, splits in ((able, True), (unable, False)):
