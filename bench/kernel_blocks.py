@@ -37,6 +37,7 @@ class Block:
         self.kept: Results | None = None
         self.replay: Callable[[], object] | None = None
         self.static: Results = ()  # of a graph: every replay writes here
+        self.given: frozenset[int] = frozenset()
 
     def launch(self) -> Results:
         """All calls, or the graph of them; returns the last one's results."""
@@ -62,7 +63,8 @@ class Block:
         with torch.no_grad():
             if self.turn == self.kept_turn:
                 for value in self.static:
-                    value.fill_(float("nan"))
+                    if value.data_ptr() not in self.given:  # a residual's gradient is the output's, not a copy of it
+                        value.fill_(float("nan"))
             elif self.turn == self.kept_turn + 1:
                 self.kept = [value.clone() for value in self.static]
 
@@ -76,7 +78,7 @@ class Block:
                 last[:] = [self.contender.call()]
 
         self.replay = queue.capture(block)
-        self.static = last[0]
+        self.static, self.given = last[0], job.given
 
     def kept_results(self) -> Results:
         """What that call gave; of a provider that works in place, a new call on inputs put back."""
@@ -148,10 +150,11 @@ def device_timing(queue: Queue, job: Job, policy: str) -> Timing:
     host_s = {name: min(notes.host_s) for name, notes in events.notes.items()}
     empty_us = events.least("", lambda: None) * 1e6
     reason, method = "", "graph of calls behind a spin"
+    blocks: dict[str, Block] = {}
     if min(seconds.values()) < GRAPH_BELOW_S:
-        blocks, reason = graphs(queue, job, seconds, policy)
-    else:
-        blocks = {}
+        reason = job.no_graph
+        if not reason:
+            blocks, reason = graphs(queue, job, seconds, policy)
     if not blocks:
         method = "events behind a spin" + (f" (no graph: {reason})" if reason else "")
         blocks = {n: by_events(events, n, c, seconds[n], policy) for n, c in job.contenders.items()}

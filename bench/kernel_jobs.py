@@ -1,7 +1,7 @@
 """Problems made callable: who is to be timed on which tensors, and what they must give. Times and compares nothing.
 
 A job's inputs can be drawn anew in place, so that a provider that remembers results is found out. Where data must be
-cold there are several copies of them, equal in value; calls take one after the other (Rotation).
+cold there are several copies of them, equal in value; calls take one after the other (kernel_calls.py).
 """
 
 from __future__ import annotations
@@ -15,46 +15,13 @@ import torch
 from torch import Tensor
 
 from plait import kernels
+from plait.bench.kernel_calls import Data, Results, Rotation, calls_over, results_of
 from plait.bench.kernel_problems import PROBLEMS
 from plait.bench.kernel_work import work
 from plait.bench.problem import Maker, Op, Params, Peer, Problem
 from plait.bench.timer import copies_for
 
-Results = Sequence[Tensor]
 Step = Callable[[], object]
-
-
-class Rotation:
-    """Which copy of the data the next call takes. All providers of a case share it, so that a copy is used again only
-    after all others, whoever used them; results are held as long as their copy, so that they are not written over
-    what was written last."""
-
-    def __init__(self, copies: int) -> None:
-        self.copies, self.turn = copies, 0
-        self.held: dict[tuple[object, int], Results] = {}
-
-    def next(self) -> int:
-        """The copy that comes now."""
-        self.turn = (self.turn + 1) % self.copies
-        return self.turn
-
-    def restart(self) -> None:
-        """The next call takes the first copy."""
-        self.turn = self.copies - 1
-
-    def over(self, calls: Sequence[Callable[[], Results]]) -> Callable[[], Results]:
-        """One call that goes through these, one a copy; of a single copy, the call itself."""
-        if len(calls) == 1:
-            return calls[0]
-        owner = object()
-
-        def call() -> Results:
-            index = self.next()
-            self.held.pop((owner, index), None)  # freed first, so that its memory can be taken again
-            results = self.held[owner, index] = calls[index]()
-            return results
-
-        return call
 
 
 @dataclass(frozen=True)
@@ -71,7 +38,8 @@ class Contender:
 @dataclass
 class Job:
     """A case made concrete. `redraw` puts new numbers into the inputs; `oracle` computes the results from them.
-    nbytes: of one copy of the data that calls go through in turn."""
+    nbytes: of one copy of the data that calls go through in turn; given: addresses of that data; no_graph: why its
+    calls cannot be captured, "" where they can."""
 
     redraw: Callable[[], None]
     oracle: Callable[[], Results]
@@ -79,18 +47,8 @@ class Job:
     skipped: dict[str, str]
     nbytes: float = 0.0
     rotation: Rotation = field(default_factory=lambda: Rotation(1))
-
-
-def results_of(op: Op, inputs: Sequence[Tensor], douts: Sequence[Tensor], backward: bool) -> Results:
-    """Outputs of op(*inputs) and, with `backward`, the gradients of the inputs for these output gradients."""
-    if not backward:
-        with torch.no_grad():
-            out = op(*inputs)
-        return out if isinstance(out, tuple) else (out,)
-    out = op(*inputs)
-    outs = out if isinstance(out, tuple) else (out,)
-    grads = torch.autograd.grad(outs, inputs, douts)
-    return [*(value.detach() for value in outs), *grads]
+    given: frozenset[int] = frozenset()
+    no_graph: str = ""
 
 
 def outputs_of(provider: Op | Peer | str, inputs: Sequence[Tensor]) -> Results:
@@ -99,24 +57,6 @@ def outputs_of(provider: Op | Peer | str, inputs: Sequence[Tensor]) -> Results:
     if isinstance(provider, Peer):
         return results_of(provider.op, [value.detach() for value in provider.adapt(inputs)], (), False)
     return results_of(provider, inputs, (), False)
-
-
-@dataclass(frozen=True)
-class Data:
-    """One copy: inputs, and the gradients of the outputs."""
-
-    inputs: list[Tensor]
-    douts: list[Tensor]
-
-    def copied(self, backward: bool) -> Data:
-        """Another one, of the same numbers elsewhere."""
-        inputs = [value.detach().clone().requires_grad_(backward) for value in self.inputs]
-        return Data(inputs, [value.clone() for value in self.douts])
-
-    def take(self, other: Data) -> None:
-        """Copies the other's numbers."""
-        for value, source in zip([*self.inputs, *self.douts], [*other.inputs, *other.douts], strict=True):
-            value.detach().copy_(source.detach())
 
 
 def problem_job(p: Params, seed: int, full: bool, l2_bytes: int = 0) -> Job:
@@ -144,11 +84,13 @@ def problem_job(p: Params, seed: int, full: bool, l2_bytes: int = 0) -> Job:
     for name, op in ops.items():
         if isinstance(op, str):
             skipped[name] = op
+        elif p.get("alone") and name in problem.early:
+            skipped[name] = "its forward makes the gradients: a backward alone has nothing to do"
         elif isinstance(op, Peer):
-            contenders[name] = own_inputs(op, first, rotation, backward)
+            contenders[name] = own_inputs(op, first, rotation, p, outs)
         else:
-            calls = [functools.partial(results_of, op, data.inputs, data.douts, backward) for data in copies]
-            contenders[name] = Contender(rotation.over(calls))
+            calls, before = calls_over(op, copies, p)
+            contenders[name] = Contender(rotation.over(calls), before)
 
     def redraw() -> None:
         with torch.no_grad():
@@ -162,9 +104,12 @@ def problem_job(p: Params, seed: int, full: bool, l2_bytes: int = 0) -> Job:
 
     def oracle() -> Results:
         exact = [value.detach().to(wide).requires_grad_(backward) for value in inputs]
-        return results_of(problem.oracle, exact, [value.to(wide) for value in douts], backward)
+        results = results_of(problem.oracle, exact, [value.to(wide) for value in douts], backward)
+        return results[len(outs) :] if p.get("alone") else results
 
-    return Job(redraw, oracle, contenders, skipped, nbytes, rotation)
+    given = frozenset(value.data_ptr() for data in copies for value in (*data.inputs, *data.douts))
+    no_graph = "a backward runs on the stream of its forward" if p.get("alone") else ""
+    return Job(redraw, oracle, contenders, skipped, nbytes, rotation, given, no_graph)
 
 
 def refuse_constant(op: str, inputs: Sequence[Tensor]) -> None:
@@ -174,23 +119,27 @@ def refuse_constant(op: str, inputs: Sequence[Tensor]) -> None:
             raise ValueError(f"{op}: input {index} is constant; random numbers are timed, nothing else")
 
 
-def own_inputs(peer: Peer, shared: Data, rotation: Rotation, backward: bool) -> Contender:
-    """A contender whose inputs and output gradients are copies, for the calls to overwrite."""
+def own_inputs(peer: Peer, shared: Data, rotation: Rotation, p: Params, outs: Results) -> Contender:
+    """A contender whose inputs and output gradients are copies, for the calls to overwrite. outs: of the case."""
     with torch.no_grad():
         mine = [
             Data([value.detach() for value in peer.adapt(shared.inputs)], [value.clone() for value in shared.douts])
             for _ in range(rotation.copies)
         ]
     for value in (value for data in mine for value in data.inputs):
-        value.requires_grad_(backward)
+        value.requires_grad_(p["backward"])
+    calls, before = calls_over(peer.op, mine, p)
 
     def prepare() -> None:
         with torch.no_grad():
             for data in mine:
                 data.take(Data(list(peer.adapt(shared.inputs)), shared.douts))
+        before()
 
-    calls = [functools.partial(results_of, peer.op, data.inputs, data.douts, backward) for data in mine]
-    return Contender(rotation.over(calls), prepare, peer.unite, in_place=True)
+    def unite(results: Results) -> Results:
+        return peer.unite([*outs, *results])[len(outs) :] if p.get("alone") else peer.unite(results)
+
+    return Contender(rotation.over(calls), prepare, unite, in_place=True)
 
 
 State = list[list[Tensor]]  # parameters, gradients, both moments

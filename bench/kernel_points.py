@@ -23,21 +23,23 @@ def points_of(p: dict[str, Any]) -> list[str]:
     op, backward, cols = p["op"], p["backward"], p.get("cols")
     if p["device"] != "cuda" or p["dtype"] != "bfloat16":
         return []
-    sides = ("forward", "backward") if backward else ("forward",)
+    sides = ("forward",) * (not p.get("alone")) + ("backward",) * backward
     if op in NORMS and cols in (4096, 8192):
         return [f"{op}.{side}.{cols}" for side in sides]
     if op in ("swiglu", "geglu") and cols == 14336:
         return [f"{'geglu_tanh' if op == 'geglu' else op}.{side}" for side in sides]
     if op == "attention" and p.get("kind", "causal") == "causal" and p["dim"] == 128:
-        return [f"attention.{kernel}.128" for kernel in ("forward", *(("delta", "dq", "dkdv") if backward else ()))]
+        kernels_of = {"forward": ("forward",), "backward": ("delta", "dq", "dkdv")}
+        return [f"attention.{kernel}.128" for side in sides for kernel in kernels_of[side]]
     if op == "linear" and p.get("epilogue") == "bias" and cols == p["width"] == 4096:
-        return ["linear.forward", *(("linear.dgrad", "linear.wgrad") if backward else ())]
+        names = {"forward": ["linear.forward"], "backward": ["linear.dgrad", "linear.wgrad"]}
+        return [name for side in sides for name in names[side]]
     if op == "linear_swiglu" and (cols, p["width"], backward) == (4096, 14336, False):
         return ["linear.swiglu"]
     if op == "rope" and p["dim"] == 128:
         return ["rope.halves.128"]
     if op == "cross_entropy" and p["vocab"] == 128_256:
-        return ["cross_entropy.stats.bf16", *(("cross_entropy.grad.bf16",) if backward else ())]
+        return [f"cross_entropy.{'stats' if side == 'forward' else 'grad'}.bf16" for side in sides]
     if op == "dropout" and cols == 4096:
         return ["dropout.bf16"]
     if op == "embedding" and cols == 4096 and not backward:

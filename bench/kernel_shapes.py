@@ -1,7 +1,7 @@
 """The shapes of the `kernels` suite: which cases it has on a CPU and on a card. Data alone.
 
-By op a list of shapes; the first is the default one. On a card they are layers of Llama-3 8B, 70B and 405B and of
-GPT-3 175B over 8192 tokens, and odd ones; on a CPU small ones, and one with odd sizes.
+By op a list of shapes; the first is the default one. On a card every op has those of Llama-3 8B, 70B and 405B and of
+GPT-3 175B over 8192 tokens, and an odd one; on a CPU small ones, and one with odd sizes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from plait.bench.kernel_points import points_of
-from plait.bench.kernel_work import WITHOUT_GRADIENT, work
+from plait.bench.kernel_work import GRADIENT_IN_FORWARD, WITHOUT_GRADIENT, work
 from plait.bench.spec import Case
 
 Params = dict[str, Any]
@@ -75,7 +75,19 @@ def _product(model: tuple[int, ...]) -> Params:
 # What no model of ours has: sizes that no tile divides.
 _ODD_HEADS = {"batch": 1, "heads": 12, "kv_heads": 4, "dim": 96, "tokens": 4095}
 _ODD_PRODUCT = {"rows": 8191, "cols": 4000, "width": 4104}
-_FFNS = [*({"rows": _ROWS, "cols": model[1]} for model in _LLAMAS), {"rows": 8191, "cols": 13_001}]
+_ODD_HEAD = {"rows": 4095, "cols": 4000, "vocab": 32_003}
+_FFNS = [*({"rows": _ROWS, "cols": model[1]} for model in _MODELS), {"rows": 8191, "cols": 13_001}]
+
+
+def _layer(model: tuple[int, ...]) -> Params:
+    """A layer's weights as one of 8 data parallel ranks holds them: eight flat tensors of the shard."""
+    dim, ffn, heads, kv_heads, _ = model
+    products = 3 if model in _LLAMAS else 2  # gated or not
+    weights = 2 * dim * dim * (heads + kv_heads) // heads + products * dim * ffn
+    return {"tensors": 8, "elements": weights // 64}
+
+
+_STATES = [{"tensors": 64, "elements": 1 << 22}, *map(_layer, _MODELS), {"tensors": 301, "elements": 100_003}]
 CUDA_SHAPES: Shapes = {
     **_norms(*({"rows": _ROWS, "cols": model[0]} for model in _MODELS), {"rows": 8191, "cols": 4000}),
     "swiglu": _FFNS,
@@ -88,44 +100,59 @@ CUDA_SHAPES: Shapes = {
         _ODD_HEADS,
     ),
     "linear": _linear({"rows": _ROWS, "cols": 4096, "width": 4096}, *map(_product, _MODELS), _ODD_PRODUCT),
-    "linear_swiglu": [*map(_product, _LLAMAS), _ODD_PRODUCT],
+    "linear_swiglu": [*map(_product, _MODELS), _ODD_PRODUCT],
     "linear_dgrad": [*map(_product, _MODELS), _ODD_PRODUCT],
     "linear_wgrad": [*map(_product, _MODELS), _ODD_PRODUCT],
-    "rope": [*(_heads(model, _ROWS) for model in _LLAMAS), _ODD_HEADS],
+    "rope": [*(_heads(model, _ROWS) for model in _MODELS), _ODD_HEADS],
     "cross_entropy": [
         {"rows": 4096, "vocab": 128_256},
         {"rows": 4096, "vocab": 50_257},
         {"rows": 4095, "vocab": 32_003},
     ],
-    "linear_cross_entropy": [{"rows": 4096, "cols": model[0], "vocab": model[4]} for model in _MODELS],
-    "embedding": [{"rows": _ROWS, "cols": model[0], "vocab": model[4]} for model in _MODELS],
+    "linear_cross_entropy": [*({"rows": 4096, "cols": model[0], "vocab": model[4]} for model in _MODELS), _ODD_HEAD],
+    "embedding": [*({"rows": _ROWS, "cols": model[0], "vocab": model[4]} for model in _MODELS), _ODD_HEAD],
     "dropout": [*({"rows": _ROWS, "cols": model[0]} for model in _MODELS), {"rows": 8191, "cols": 4001}],
-    "l2_norm": [{"tensors": 64, "elements": 1 << 22}, {"tensors": 301, "elements": 100_003}],
-    "adamw_": [{"tensors": 64, "elements": 1 << 22}, {"tensors": 301, "elements": 100_003}],
+    "l2_norm": _STATES,
+    "adamw_": _STATES,
 }
-FORWARD_TOO = ("attention",)  # in the default list; with `full` all ops have a row for their forward alone
+APART_TOO = ("attention",)  # in the default list; with `full` all ops have their forward and their backward alone
+FORWARD, BACKWARD, BOTH = " fwd", " bwd", " fwd+bwd"
 
 
 def cases(full: bool, device: str) -> list[Case]:
-    """One shape an op, forward and backward together; `full`: all shapes, the forward alone, torch.compile."""
+    """One shape an op, forward and backward together; `full`: all shapes, each side alone, torch.compile."""
     result = []
     for op, shapes in (CUDA_SHAPES if device == "cuda" else CPU_SHAPES).items():
         # The optimizer works on fp32 masters; torch's has no others.
         dtype = "bfloat16" if device == "cuda" and op != "adamw_" else "float32"
         for index, shape in enumerate(shapes if full else shapes[:1]):
-            alone = op in WITHOUT_GRADIENT or shape.get("kind") == "decode"
-            both = full or op in FORWARD_TOO
-            for backward in (False,) if alone else (False, True) if both else (True,):
-                result.append(make_case(op, shape, dtype, device, backward, compiled=index == 0))
+            for part in parts_of(op, shape) if full or op in APART_TOO else parts_of(op, shape)[-1:]:
+                case = make_case(op, shape, dtype, device, part != FORWARD, index == 0, alone=part == BACKWARD)
+                result.append(case)
     return result
 
 
-def make_case(op: str, shape: Params, dtype: str, device: str, backward: bool, compiled: bool = True) -> Case:
-    """The case with its name and its work by formula. `compiled`: torch.compile takes part in a full run."""
-    backward = backward and op not in WITHOUT_GRADIENT and shape.get("kind") != "decode"
+def parts_of(op: str, shape: Params) -> tuple[str, ...]:
+    """What of an op can be timed; the last: all of it."""
+    if op in WITHOUT_GRADIENT or shape.get("kind") == "decode":
+        return (FORWARD,)
+    return (FORWARD, BOTH) if op in GRADIENT_IN_FORWARD else (FORWARD, BACKWARD, BOTH)
+
+
+def make_case(
+    op: str, shape: Params, dtype: str, device: str, backward: bool, compiled: bool = True, alone: bool = False
+) -> Case:
+    """The case with its name and its work by formula. `compiled`: torch.compile takes part in a full run; `alone`:
+    the backward without its forward."""
+    parts = parts_of(op, shape)
+    backward = backward and len(parts) > 1
     params = {"op": op, **shape, "dtype": dtype, "device": device, "backward": backward, "compiled": compiled}
+    params |= {"alone": True} if alone and backward else {}
+    if params.get("alone") and BACKWARD not in parts:
+        raise ValueError(f"op: {op!r} has no backward of its own: its gradients are made in the forward")
     sizes = " ".join(f"{name}={value}" for name, value in shape.items() if name != "oracle")
     params |= {"points": points} if (points := points_of(params)) else {}
     flop, nbytes = work(params)
-    part = "" if op in WITHOUT_GRADIENT else " fwd+bwd" if backward else " fwd"
+    part = BACKWARD if params.get("alone") else BOTH if backward else FORWARD
+    part = "" if op in WITHOUT_GRADIENT else part
     return Case(f"{op}{part} {sizes} {dtype}", params, flop=flop, bytes_moved=nbytes)

@@ -25,6 +25,8 @@ STREAMS: dict[str, tuple[int, int, int, int]] = {
 }
 PRODUCTS = ("linear", "linear_swiglu", "linear_dgrad", "linear_wgrad", "linear_cross_entropy")
 WITHOUT_GRADIENT = ("linear_dgrad", "linear_wgrad", "l2_norm", "adamw_")
+# No backward to time by itself: the gradients are made beside the loss, in the forward.
+GRADIENT_IN_FORWARD = ("linear_cross_entropy",)
 
 
 def pairs(p: Params) -> float:
@@ -59,10 +61,20 @@ def product_bytes(p: Params, width: int) -> float:
 
 
 def work(p: Params) -> tuple[float | None, float | None]:
-    """(FLOP, bytes): forward, and backward where p asks; FLOP None where the op only streams memory.
+    """(FLOP, bytes): forward, with "backward" that too, with "alone" the backward by itself; FLOP None where the op
+    only streams memory. ValueError for an op without a formula.
 
-    ValueError for an op without a formula.
+    A backward by itself is what it adds: it reads what the forward read and the gradients of the outputs, and writes
+    those of the inputs. Statistics of rows that a forward keeps for it are small.
     """
+    if not p.get("alone"):
+        return whole_work(p)
+    (flop, nbytes), (less_flop, less) = whole_work(p), whole_work({**p, "backward": False})
+    return flop - less_flop if flop and less_flop else None, nbytes - less
+
+
+def whole_work(p: Params) -> tuple[float | None, float]:
+    """The same of a forward, or of both sides together."""
     size, backward, op = getattr(torch, p["dtype"]).itemsize, p["backward"], p["op"]
     if op in STREAMS:
         forward, both, row, rows = STREAMS[op]

@@ -37,12 +37,14 @@ class Peer:
 
 @dataclass(frozen=True)
 class Problem:
-    """ops: name -> how to compute it, or why it cannot run here (text). `inputs` are those that have gradients."""
+    """ops: name -> how to compute it, or why it cannot run here (text). `inputs` are those that have gradients;
+    `early`: those whose forward makes the gradients, so that their backward alone is no work."""
 
     inputs: tuple[Tensor, ...]
     oracle: Op
     ops: dict[str, Op | Peer | str]
     stds: tuple[float, ...] = ()  # of the inputs; () is 1 for all
+    early: tuple[str, ...] = ()
 
 
 class Maker:

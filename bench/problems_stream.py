@@ -179,6 +179,7 @@ def cross_entropy(p: Params, make: Maker) -> Problem:
             "torch": lambda logits: F.cross_entropy(logits.float(), target),
             "liger": make.liger("liger_cross_entropy", lambda op: Peer(lambda logits: op(logits, target))),
         },
+        early=("liger",),
     )
 
 

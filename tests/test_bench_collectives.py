@@ -61,15 +61,6 @@ def test_bytes_are_those_of_bus_bandwidth():
 # ---- shapes and points of kernels ---------------------------------------------------------------------------------
 
 
-def test_a_card_has_shapes_of_four_models_and_odd_ones():
-    names = " ".join(case.name for case in kernel_shapes.cases(True, "cuda"))
-    for width in ("cols=4096", "cols=8192", "cols=16384", "cols=12288", "width=53248", "heads=128 kv_heads=8"):
-        assert width in names
-    for op, shapes in kernel_shapes.CUDA_SHAPES.items():
-        odd = [s for s in shapes if any(isinstance(v, int) and v % 16 for k, v in s.items() if k not in ("batch",))]
-        assert odd, f"{op} has no odd shape"
-
-
 def test_a_case_names_only_points_that_exist_and_none_on_a_cpu():
     known, named = points(every=True), 0
     for case in kernel_shapes.cases(True, "cuda"):

@@ -24,7 +24,7 @@ from plait.bench.kernel_problems import PROBLEMS
 from plait.bench.kernel_shapes import make_case
 from plait.bench.queues import HostQueue, cpu_cache_bytes
 from plait.bench.report import markdown
-from plait.bench.spec import CaseResult, Options, Suite, WrongResultError
+from plait.bench.spec import Case, CaseResult, Options, Suite, WrongResultError
 from plait.bench.timer import REUSE
 from plait.bench.windows import MAX_QUEUED, Events, joules_per_call
 from tests.cases import needs_plain
@@ -79,7 +79,9 @@ def launching(job: Job, fake: FakeDevice, seconds: float, hot_s: float) -> Job:
 def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., CaseResult]:
     """Measures rms_norm as if on a card: kernel seconds cold and hot, and how the device is."""
 
-    def run(seconds: float, hot_s: float, cache: str = "", fake: FakeDevice | None = None, **more: Any) -> CaseResult:
+    def run(
+        seconds: float, hot_s: float, cache: str = "", fake: FakeDevice | None = None, case: Case = NORM, **more: Any
+    ) -> CaseResult:
         fake = fake or Replays(l2_bytes=L2)
         build = suite_kernels.job_of
 
@@ -88,7 +90,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., CaseResult]:
 
         monkeypatch.setattr(suite_kernels, "job_of", job_of)
         monkeypatch.setattr(suite_kernels, "queue_of", lambda name: fake)
-        return suite_kernels.measure(NORM, dataclasses.replace(QUICK, cache=cache, **more))
+        return suite_kernels.measure(case, dataclasses.replace(QUICK, cache=cache, **more))
 
     return run
 
@@ -153,6 +155,21 @@ def test_a_graph_that_cannot_be_captured_leaves_events_for_everybody_and_says_wh
     result = measured(6e-6, 3e-6, "hot", Refuses(l2_bytes=L2))
     assert "(no graph: plait cannot be captured: operation not permitted when stream is capturing)" in result.note
     assert medians(result) == pytest.approx({"plait": 3e-6, "torch": 3e-6}, rel=0.02)
+
+
+def test_a_gradient_that_is_the_output_gradient_itself_is_not_poisoned_in_a_graph(measured):
+    """Else the next replay would read NaN where its input was."""
+    shape = {"rows": 6, "cols": 8, "width": 12, "epilogue": "residual"}
+    result = measured(6e-6, 3e-6, "hot", case=make_case("linear", shape, "float32", "cpu", True))
+    assert "graph of calls" in result.note and not any(one.invalid for one in result.providers.values())
+
+
+def test_a_backward_alone_is_timed_without_its_forward_and_by_no_graph(measured):
+    case = make_case("rms_norm", {"rows": 64, "cols": 256}, "float32", "cpu", True, alone=True)
+    result = measured(6e-6, 3e-6, "cold-rotate", case=case)
+    reason = "no graph: a backward runs on the stream of its forward"
+    assert case.name.startswith("rms_norm bwd ") and reason in result.note
+    assert medians(result) == pytest.approx({"plait": 6e-6, "torch": 6e-6}, rel=0.05)
 
 
 @pytest.mark.parametrize("op", [*PROBLEMS, "adamw_"])
