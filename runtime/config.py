@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
@@ -134,6 +135,13 @@ def _kind(hint: Any) -> type:
 KINDS: dict[str, type] = {name: _kind(hint) for name, hint in get_type_hints(RunConfig).items()}
 
 
+def _path(text: str) -> Path:
+    """A path that is somewhere: the empty text of an unset shell variable would mean this folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' is no path")
+    return Path(text)
+
+
 class _Parser(argparse.ArgumentParser):
     """Raises instead of leaving the process, so that a caller decides what an error does."""
 
@@ -144,14 +152,15 @@ class _Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     """The parser of `plait train`; every default is None, so that what was said can be told from what was not."""
     result = _Parser(prog="plait train", description="Trains a Llama-style model on a dp x pp x tp grid.")
-    result.add_argument("--config", type=Path, metavar="FILE.toml", help="the same keys in a TOML file; flags win")
+    result.add_argument("--config", type=_path, metavar="FILE.toml", help="the same keys in a TOML file; flags win")
     for name, kind in KINDS.items():
         if kind is bool:
             result.add_argument(
                 flag_of(name), dest=name, default=None, action=argparse.BooleanOptionalAction, help=HELP[name]
             )
         else:
-            result.add_argument(flag_of(name), dest=name, default=None, type=kind, help=HELP[name])
+            reader = _path if kind is Path else kind
+            result.add_argument(flag_of(name), dest=name, default=None, type=reader, help=HELP[name])
     return result
 
 
@@ -173,12 +182,12 @@ def read_toml(path: Path) -> dict[str, Any]:
     return result
 
 
-_SAID = {int: "an integer", float: "a number", bool: "true or false", str: "a string", Path: "a string"}
+_SAID = {int: "an integer", float: "a number", bool: "true or false", str: "a string", Path: "a path"}
 
 
 def _typed(name: str, value: Any, where: str) -> Any:
     kind = KINDS[name]
-    if kind is Path and isinstance(value, str):
+    if kind is Path and isinstance(value, str) and value:
         return Path(value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
@@ -257,6 +266,7 @@ def _check(config: RunConfig) -> None:
         raise ConfigError(f"--seed is {config.seed}; it must be in [0, 2**63)")
     if config.resume not in ("latest", "none") and not is_step(config.resume):
         raise ConfigError(f"--resume {config.resume!r}; it takes latest, none or a step")
+    _check_paths(config)
     if config.data is not None and not config.data.is_file():
         raise ConfigError(f"--data: no file {str(config.data)!r}")
     if config.out.exists() and not config.out.is_dir():
@@ -265,6 +275,20 @@ def _check(config: RunConfig) -> None:
         source, _ = split_source(config.from_)
         if not source.is_dir():
             raise ConfigError(f"--from: no folder {str(source)!r}")
+
+
+def _check_paths(config: RunConfig) -> None:
+    """Refuses paths that lead through a file, are too long, hold a NUL or lie where this user may not look."""
+    for name in ("data", "out", "from_", "json"):
+        path = getattr(config, name)
+        try:
+            if path is not None:
+                os.stat(path)
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            said = getattr(error, "strerror", None) or error
+            raise ConfigError(f"{flag_of(name)}: {str(path)!r} cannot be: {said}") from error
 
 
 def is_step(text: str) -> bool:

@@ -31,6 +31,7 @@ from plait.rank import (
     StopRequest,
     View,
     Voice,
+    explains_itself,
     heeded_signals,
     last_line,
     lost_a_peer,
@@ -68,7 +69,7 @@ def run_in_place(program: Program, place: Place, view: View) -> int:
         program(Rank(place, emit, stop, started_s))
     except Exception as error:
         voice.close()
-        if not lost_a_peer(error):
+        if not lost_a_peer(error) and not explains_itself(error):
             traceback.print_exc()
         print(f"plait train: rank {place.rank} failed: {last_line(error)}", file=sys.stderr, flush=True)
         return 1
@@ -234,7 +235,7 @@ class _Launcher:
         return self.view.status() if self.view.lost and not self.signals else 0
 
     def _fail(self) -> int:
-        """Names the rank that is the cause, with its traceback, and ends the others."""
+        """Names the rank that is the cause, with its traceback where that says more, and ends the others."""
         until = time.monotonic() + SETTLE_S
         while self._running() and (left := until - time.monotonic()) > 0:
             self._poll(left)

@@ -28,6 +28,7 @@ from plait.parallel.gradients import inseparable
 from plait.parallel.mesh import Axis, check_grid, parse_mesh
 from plait.parallel.schedules import ANY_CHUNKS, Part, Schedule, build, from_csv, layer_costs, search
 
+MOST_MICROBATCHES = 1 << 16  # of a rank in a step: the schedule is built and proved action by action, 1 us each
 EVAL_BATCHES = 4  # held-out global batches at the end of a run
 
 
@@ -71,6 +72,8 @@ def make_plan(config: RunConfig) -> RunPlan:
     model = model_config(config.preset)
     with _flags(config, "mesh", "global_batch", "micro_batch"):
         num_microbatches = check_batch(config.global_batch, dp, config.micro_batch)
+        if num_microbatches > MOST_MICROBATCHES:
+            raise ValueError(f"{num_microbatches} micro-batches a step; a schedule has at most {MOST_MICROBATCHES}")
     with _flags(config, "mesh", "schedule"):
         schedule = make_schedule(config, pp, num_microbatches, tied=model.tied)
         schedule.check()
@@ -155,7 +158,10 @@ def _check_from(config: RunConfig) -> None:
 def make_schedule(config: RunConfig, pp: int, num_microbatches: int, *, tied: bool) -> Schedule:
     """The schedule that the flags name or that lies in a file, with the exchange of a tied weight if there is one."""
     if config.schedule.endswith(".csv"):
-        schedule = from_csv(config.schedule)
+        try:
+            schedule = from_csv(config.schedule)
+        except OSError as error:
+            raise ConfigError(f"--schedule: cannot read {config.schedule!r}: {error.strerror}") from error
         if (schedule.num_ranks, schedule.num_microbatches) != (pp, num_microbatches):
             raise ValueError(
                 f"the file is for {schedule.num_ranks} ranks and {schedule.num_microbatches} micro-batches; the run "
@@ -209,18 +215,22 @@ def _check_json(path: Path | None) -> None:
         return
     if path.is_dir():
         raise ConfigError(f"--json: {str(path)!r} is a folder; name a file")
+    new = not path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()  # the permission bits alone do not tell: root, a read-only disk, /proc
+        if new:
+            path.unlink()
     except OSError as error:
-        raise ConfigError(f"--json: cannot make {str(path.parent)!r}: {error.strerror}") from error
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"--json: {str(path)!r} is not writable")
+        raise ConfigError(f"--json: cannot make {str(path)!r}: {error.strerror}") from error
 
 
 def _open_text(path: Path | None) -> Corpus:
     try:
-        return open_corpus(path, cache_folder())
+        return open_corpus(path, Path() if path else cache_folder())
     except OSError as error:
         said = f"cannot read {str(path)!r}" if path else f"cannot put the default text together in '{cache_folder()}'"
         hint = "" if path else "; name a text file with --data"
         raise ConfigError(f"--data: {said}: {error.strerror}{hint}") from error
+    except RuntimeError as error:  # of Path.home: a user number without a name, and no HOME
+        raise ConfigError(f"--data: no place for the default text: {error} Name a text file with --data") from error

@@ -20,6 +20,8 @@ from typing import Any, Protocol
 
 import torch
 
+from plait.ckpt.errors import SnapshotError, StateError
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # What gloo's transport says when the other end is gone (gloo/transport/tcp/pair.cc); NCCL and stores raise DistError.
 PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport")
@@ -194,13 +196,23 @@ def lost_a_peer(error: BaseException) -> bool:
     return told or isinstance(error, dist.DistError) or (error.__cause__ is not None and lost_a_peer(error.__cause__))
 
 
+class Diverged(RuntimeError):
+    """Loss or gradient is not finite; the text names the step."""
+
+
+def explains_itself(error: BaseException) -> bool:
+    """Whether its text says all: what the machine or a folder refused, or what the numbers came to. A traceback
+    would bury it."""
+    return isinstance(error, (OSError, SnapshotError, Diverged)) and not isinstance(error, StateError)
+
+
 def error_record(error: BaseException) -> dict[str, Any]:
     """What the launcher needs to tell the cause from what follows from it; `place` is where it was raised."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return {
         "text": last_line(error),
         "message": " ".join(str(error).split()),
-        "traceback": "".join(traceback.format_exception(error)),
+        "traceback": last_line(error) if explains_itself(error) else "".join(traceback.format_exception(error)),
         "place": f"{frame.filename}:{frame.lineno}",
         "lost_a_peer": lost_a_peer(error),
         "monotonic_s": time.monotonic(),

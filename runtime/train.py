@@ -31,7 +31,7 @@ from plait.parallel.recompute import Policy
 from plait.parallel.schedules.action import COMPUTE
 from plait.parallel.timelines import gather_timeline
 from plait.plan import EVAL_BATCHES, RunPlan
-from plait.rank import Rank
+from plait.rank import Diverged, Rank
 from plait.report import Reporter
 from plait.state import Progress, run_state
 
@@ -193,7 +193,7 @@ class Trainer:
     def step(self) -> bool:
         """One optimizer step on the whole grid; returns whether all ranks stop after it.
 
-        Raises RuntimeError, on all ranks, when loss or gradient is not finite; the weights are then those of before.
+        Raises Diverged, on all ranks, when loss or gradient is not finite; the weights are then those of before.
         """
         started = time.perf_counter()
         config, step = self.plan.config, self.progress.step
@@ -206,7 +206,7 @@ class Trainer:
         self.dp.finish()
         self.loss, norm, stopping, busy_s = self._agree(result.loss)
         if not (math.isfinite(self.loss) and math.isfinite(norm)):
-            raise RuntimeError(f"step {step + 1}: loss {self.loss}, gradient norm {norm}; a lower --lr may help")
+            raise Diverged(f"step {step + 1}: loss {self.loss}, gradient norm {norm}; a lower --lr may help")
         reduced = time.perf_counter()
         factor = clip_factor(torch.tensor(norm, dtype=torch.float64), MAX_NORM)
         fenced_s = self._fenced_s()

@@ -20,6 +20,11 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         print(f"plait train: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader of stdout left: the command line's own matter
+        raise
+    except OSError as error:  # the machine: a LOCK that cannot be read, no more processes
+        print(f"plait train: {error}", file=sys.stderr)
+        return 1
 
 
 def run(config: RunConfig) -> int:

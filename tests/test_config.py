@@ -39,12 +39,18 @@ BAD = (
     (["--save-every-minutes", "0"], "--save-every-minutes is 0.0"),
     (["--keep-best", "0"], "--keep-best is 0; it must be at least 1"),
     (["--out", "/etc/passwd"], "--out: '/etc/passwd' is not a folder"),
+    (["--out", "/etc/passwd/run"], "--out: '/etc/passwd/run' cannot be: Not a directory"),
+    (["--json", "x" * 300], "cannot be: File name too long"),
+    (["--from", "a\0b"], "cannot be: embedded null byte"),
+    (["--out", ""], "argument --out: '' is no path"),
+    (["--config", ""], "argument --config: '' is no path"),
 )
 
 BAD_TOML = (
     ("stepz = 3", "unknown key 'stepz'; valid: mesh, preset, steps"),
     ("from_ = 'x'", "unknown key 'from_'"),
     ("steps = '3'", "steps is '3'; it takes an integer"),
+    ("out = ''", "out is ''; it takes a path"),
     ("steps = true", "steps is True; it takes an integer"),
     ("sequence-parallel = 1", "sequence-parallel is 1; it takes true or false"),
     ("steps = ", "Invalid value"),

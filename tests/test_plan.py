@@ -66,7 +66,7 @@ def test_an_empty_text_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ConfigError, match="--out: cannot make"):
+    with pytest.raises(ConfigError, match="--out: .* cannot be: Not a directory"):
         make_plan(parse(["--out", str(tmp_path / "file" / "run")]))
 
 
@@ -106,9 +106,28 @@ def test_search_splits_backward_only_where_the_model_and_zero_can(
 
 def test_metrics_that_cannot_be_written_are_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    for target, message in ((tmp_path, "is a folder; name a file"), (tmp_path / "file" / "a.json", "cannot make")):
+    beyond = Path("/proc/a.json")  # root may, by the bits
+    for target, message in ((tmp_path, "is a folder; name a file"), (beyond, "cannot make")):
         with pytest.raises(ConfigError, match=f"--json: .*{message}"):
             make_plan(parse(["--json", str(target), "--out", str(tmp_path / "run")]))
+    make_plan(parse(["--json", str(tmp_path / "a.json"), "--out", str(tmp_path / "run")]))
+    assert not (tmp_path / "a.json").exists(), "nothing lies there before the run has ended"
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--schedule", "/nowhere/a.csv"], "--schedule: cannot read '/nowhere/a.csv': No such file"),
+        (["--schedule", "FOLDER.csv"], "--schedule: cannot read .*: Is a directory"),
+        (["--global-batch", "9" * 20, "--micro-batch", "1"], "micro-batches a step; a schedule has at most 65536"),
+    ],
+)
+def test_what_the_schedule_is_made_of_is_refused_in_one_line(flags, message, tmp_path) -> None:
+    """A file that was not there ended in a traceback; a batch without bounds in nothing, for ever."""
+    (tmp_path / "FOLDER.csv").mkdir()
+    flags = [str(tmp_path / flag) if flag == "FOLDER.csv" else flag for flag in flags]
+    with pytest.raises(ConfigError, match=message):
+        make_plan(parse([*flags, "--out", str(tmp_path / "run")]))
 
 
 def test_a_home_that_cannot_hold_the_default_text_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +135,19 @@ def test_a_home_that_cannot_hold_the_default_text_is_said(tmp_path: Path, monkey
     monkeypatch.setattr(plait.plan, "cache_folder", lambda: tmp_path / "file" / "cache")
     with pytest.raises(ConfigError, match="--data: cannot put the default text together in .*; name a text file"):
         make_plan(parse(["--out", str(tmp_path / "run")]))
+
+
+def test_a_user_without_a_home_may_name_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs under a number: no HOME, no entry in the users' list."""
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(plait.plan, "cache_folder", homeless)
+    with pytest.raises(ConfigError, match="--data: no place for the default text: .* Name a text file with --data"):
+        make_plan(parse(["--out", str(tmp_path / "run")]))
+    (tmp_path / "text").write_text("some words of a text. " * 500)
+    make_plan(parse(["--out", str(tmp_path / "run"), "--data", str(tmp_path / "text")]))
 
 
 @pytest.fixture

@@ -250,6 +250,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     flags = f"{SMALL} --mesh dp=2 --steps 50 --lr 1e30 --out {tmp_path / 'run'}"
     status, out = launchers.train(flags.split())
     assert status == 1 and "gradient norm" in out and "a lower --lr may help" in out
+    assert "Traceback" not in out, "the text says all"
     assert not list((tmp_path / "run").glob("step-*"))
 
 
