@@ -11,12 +11,13 @@
 
 namespace plait {
 
+constexpr int kWidest = 32;
+
 // CRC32C of data; `value` is the result for the bytes before it, 0 at the
-// start. Takes the SSE4.2 instruction where the CPU has it, else tables.
-uint32_t crc32c(const void* data, size_t bytes, uint32_t value = 0);
-// The portable path, which tests hold against the other one.
-uint32_t crc32c_table(const void* data, size_t bytes, uint32_t value = 0);
-bool crc32c_has_hardware();
+// start. Folds at most `width` bytes an instruction, 32 or 16, where the
+// processor can; 0: by tables, the portable path.
+uint32_t crc32c(const void* data, size_t bytes, uint32_t value = 0,
+                int width = kWidest);
 
 // One CRC32C per block of `block_bytes`, the last one of what is left.
 std::vector<uint32_t> crc32c_blocks(const void* data, size_t bytes,

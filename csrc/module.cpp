@@ -4,6 +4,7 @@
 
 #include "bindings.hpp"
 #include "checksum.hpp"
+#include "crc32c_fold.hpp"
 #include "cuda_driver.hpp"
 #include "errors.hpp"
 #include "fault_io.hpp"
@@ -77,14 +78,13 @@ void bind_errors(py::module_& module) {
 }
 
 void bind_checksums(py::module_& module) {
-  module.def("crc32c_has_hardware", &plait::crc32c_has_hardware);
+  module.def("crc32c_fold_width", &plait::crc32c_fold_width);
   module.def(
       "crc32c",
-      [](const py::buffer& data, uint32_t value, bool hardware) {
-        const auto function = hardware ? plait::crc32c : plait::crc32c_table;
-        return with_bytes(data, function, value);
+      [](const py::buffer& data, uint32_t value, int width) {
+        return with_bytes(data, plait::crc32c, value, width);
       },
-      "data"_a, "value"_a = 0, "hardware"_a = true);
+      "data"_a, "value"_a = 0, "width"_a = plait::kWidest);
   module.def(
       "crc32c_blocks",
       [](const py::buffer& data, uint64_t block_bytes) {

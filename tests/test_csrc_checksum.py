@@ -1,4 +1,4 @@
-"""CRC32C and XXH3-128 of plait._C: vectors, instruction against tables, chaining, blocks, odd buffers.
+"""CRC32C and XXH3-128 of plait._C: vectors, folding against tables, chaining, blocks, odd buffers.
 
 Cases: CRC32C vectors of RFC 3720 B.4 and the check value of the Rocksoft model; XXH3-128 vectors made with the
 python-xxhash package over (7 i + 3) mod 251, at the lengths where the algorithm changes its path.
@@ -43,13 +43,14 @@ XXH3_VECTORS = {
     1024: "f96a1bbdb2fef572f75e768c7cdd54b2",
     100000: "c0f903c0bf0d5d15d449c3d3e190d6d6",
 }
-LANES = 3 * 1024  # The instruction's path joins three lanes of 1 KiB.
+WIDTHS = [0, 16, 32]  # bytes an instruction: tables, and what this processor can of folding
+FRONTS = [64, 128]  # bytes folded side by side
 
 
-@pytest.mark.parametrize("hardware", [True, False])
+@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(("data", "expected"), CRC32C_VECTORS)
-def test_crc32c_vectors(data, expected, hardware):
-    assert _C.crc32c(data, hardware=hardware) == expected
+def test_crc32c_vectors(data, expected, width):
+    assert _C.crc32c(data, width=width) == expected
 
 
 def bitwise_crc32c(data: bytes) -> int:
@@ -63,24 +64,26 @@ def bitwise_crc32c(data: bytes) -> int:
 
 
 @hypothesis.given(strategies.binary(max_size=300))
-def test_both_paths_follow_the_definition(data):
-    assert _C.crc32c(data) == _C.crc32c(data, hardware=False) == bitwise_crc32c(data)
+def test_all_paths_follow_the_definition(data):
+    assert {_C.crc32c(data, width=width) for width in WIDTHS} == {bitwise_crc32c(data)}
 
 
 @pytest.mark.parametrize("offset", [0, 1, 7])
-@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, LANES - 1, LANES, LANES + 1, 2 * LANES, 2 * LANES + 13, 1 << 16])
-def test_instruction_equals_tables(size, offset):
+@pytest.mark.parametrize(
+    "size", [0, 1, 7, 8, 9, *(n * f + more for f in FRONTS for n in (1, 2, 5) for more in (-1, 0, 1, 13)), 1 << 16]
+)
+def test_folding_equals_tables(size, offset):
     data = numpy.random.default_rng(size).bytes(size + offset)
     part = memoryview(data)[offset:]
-    assert _C.crc32c(part) == _C.crc32c(part, hardware=False)
+    assert {_C.crc32c(part, 7, width) for width in WIDTHS} == {_C.crc32c(part, 7, 0)}
 
 
 @hypothesis.given(strategies.binary(max_size=8000), strategies.integers(0, 8000))
 def test_crc32c_chains(data, cut):
     cut = min(cut, len(data))
-    for hardware in (True, False):
-        first = _C.crc32c(data[:cut], hardware=hardware)
-        assert _C.crc32c(data[cut:], first, hardware=hardware) == _C.crc32c(data)
+    for width in WIDTHS:
+        first = _C.crc32c(data[:cut], width=width)
+        assert _C.crc32c(data[cut:], first, width) == _C.crc32c(data)
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 3 * 4096])
