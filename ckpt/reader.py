@@ -239,7 +239,7 @@ class SnapshotReader:
             list(file.crc32c),
             requests,
             block_bytes=file.block_bytes,
-            threads=2 * self._threads,  # half of them wait for the disk while the others verify
+            threads=4 * self._threads,  # most of them wait for the disk while the others verify
         )
 
     def _tensors_at(self, key: FileKey, block: int, file: DataFile) -> str:

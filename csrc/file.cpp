@@ -1,12 +1,14 @@
 #include "file.hpp"
 
 #include <fcntl.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <exception>
 #include <utility>
+#include <vector>
 
 #include "errors.hpp"
 
@@ -137,6 +139,20 @@ size_t File::read_at(void* data, size_t bytes, size_t capacity,
 uint64_t File::size() const {
   return static_cast<uint64_t>(
       check("fstat", path_, [&] { return io_.file_size(fd_); }));
+}
+
+bool File::is_cached(uint64_t offset, uint64_t bytes) const {
+  void* mapped = ::mmap(nullptr, bytes, PROT_READ, MAP_SHARED, fd_,
+                        static_cast<off_t>(offset));
+  if (mapped == MAP_FAILED) {
+    return false;
+  }
+  std::vector<unsigned char> pages(round_up(bytes, kDirectAlignment) /
+                                   kDirectAlignment);
+  const bool known = ::mincore(mapped, bytes, pages.data()) == 0;
+  ::munmap(mapped, bytes);
+  return known && std::all_of(pages.begin(), pages.end(),
+                              [](unsigned char page) { return page & 1; });
 }
 
 void File::allocate(uint64_t bytes) {

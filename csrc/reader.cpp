@@ -1,7 +1,6 @@
 #include "reader.hpp"
 
 #include <fcntl.h>
-#include <sys/mman.h>
 
 #include <algorithm>
 #include <cstring>
@@ -16,6 +15,10 @@
 
 namespace plait {
 namespace {
+
+// What is read at once into a buffer: all buffers together stay in the last
+// cache, and take little memory that was never touched before.
+constexpr uint64_t kStepBytes = uint64_t{1} << 20;
 
 // What one request wants of one block.
 struct Part {
@@ -81,22 +84,6 @@ std::vector<Part> cut(const std::vector<ReadRequest>& requests,
   return parts;
 }
 
-// True when the page cache holds the whole range: then a copy from there is
-// several times faster than the device.
-bool is_cached(int fd, uint64_t offset, uint64_t bytes) {
-  constexpr size_t kPage = 4096;
-  void* mapped = ::mmap(nullptr, bytes, PROT_READ, MAP_SHARED, fd,
-                        static_cast<off_t>(offset));
-  if (mapped == MAP_FAILED) {
-    return false;
-  }
-  std::vector<unsigned char> pages((bytes + kPage - 1) / kPage);
-  const bool known = ::mincore(mapped, bytes, pages.data()) == 0;
-  ::munmap(mapped, bytes);
-  return known && std::all_of(pages.begin(), pages.end(),
-                              [](unsigned char page) { return page & 1; });
-}
-
 // What block workers share. Owns up to two descriptors of the file, since
 // direct I/O is a property of the descriptor.
 class BlockReader {
@@ -108,7 +95,11 @@ class BlockReader {
         file_bytes_(file_bytes),
         block_bytes_(options.block_bytes),
         crcs_(crcs),
-        parts_(std::move(parts)) {
+        parts_(std::move(parts)),
+        step_bytes_(std::clamp(round_up(file_bytes_, kDirectAlignment),
+                               uint64_t{kDirectAlignment}, kStepBytes)),
+        buffers_(static_cast<size_t>(options.threads) * step_bytes_),
+        memory_(buffers_.data()) {
     check_size();
     for (size_t i = 0; i < parts_.size(); ++i) {
       if (i == 0 || parts_[i].block != parts_[i - 1].block) {
@@ -117,12 +108,6 @@ class BlockReader {
       }
     }
     starts_.push_back(parts_.size());
-    // No more than the file has, whatever its block size is said to be.
-    const uint64_t most =
-        std::min(block_bytes_, round_up(file_bytes_, kDirectAlignment));
-    for (int i = 0; i < options.threads && most > 0; ++i) {
-      buffers_.emplace_back(most);
-    }
     if (options.direct && num_blocks() > 0) {
       direct_ = std::make_unique<File>(io, path, O_RDONLY);
       direct_->try_direct();
@@ -140,20 +125,16 @@ class BlockReader {
     const uint64_t offset = block * block_bytes_;
     File* file = &buffered_;
     if (direct_ && direct_->direct() &&
-        !is_cached(buffered_.descriptor(), offset, bytes)) {
+        !buffered_.is_cached(offset, bytes)) {
       file = direct_.get();
     }
     const bool whole = end - begin == 1 && begin->bytes == bytes;
     const auto address = reinterpret_cast<uintptr_t>(begin->target);
-    const bool in_place =
-        whole && (file == &buffered_ || is_aligned(address, bytes));
-    char* data =
-        in_place ? begin->target : buffers_[static_cast<size_t>(worker)].data();
-    const size_t capacity =
-        file->direct() ? round_up(bytes, kDirectAlignment) : bytes;
-    verify(block, data, file->read_at(data, bytes, capacity, offset));
-    for (const Part* part = begin; part != end && !in_place; ++part) {
-      std::memcpy(part->target, data + part->offset, part->bytes);
+    if (whole && (file == &buffered_ || is_aligned(address, bytes))) {
+      const uint64_t got = read(*file, begin->target, bytes, offset);
+      verify(block, got, crc32c(begin->target, got));
+    } else {
+      read_in_steps(*file, begin, end, buffer(worker));
     }
   }
 
@@ -179,9 +160,42 @@ class BlockReader {
     }
   }
 
-  void verify(uint64_t block, const char* data, uint64_t bytes) const {
+  char* buffer(int worker) const {
+    return memory_ + static_cast<size_t>(worker) * step_bytes_;
+  }
+
+  static size_t read(File& file, char* data, uint64_t bytes, uint64_t offset) {
+    const size_t capacity =
+        file.direct() ? round_up(bytes, kDirectAlignment) : bytes;
+    return file.read_at(data, bytes, capacity, offset);
+  }
+
+  // Reads a block step by step, each into the parts at once.
+  void read_in_steps(File& file, const Part* begin, const Part* end,
+                     char* data) const {
+    const uint64_t bytes = block_size(begin->block);
+    const uint64_t offset = begin->block * block_bytes_;
+    uint32_t crc = 0;
+    uint64_t done = 0;
+    for (uint64_t step = 0, got = 0; got == step && done < bytes; done += got) {
+      step = std::min(step_bytes_, bytes - done);
+      got = read(file, data, step, offset + done);
+      crc = crc32c(data, got, crc);
+      for (const Part* part = begin; part != end; ++part) {
+        const uint64_t from = std::max(part->offset, done);
+        const uint64_t to = std::min(part->offset + part->bytes, done + got);
+        if (from < to) {
+          std::memcpy(part->target + (from - part->offset),
+                      data + (from - done), to - from);
+        }
+      }
+    }
+    verify(begin->block, done, crc);
+  }
+
+  void verify(uint64_t block, uint64_t bytes, uint32_t crc) const {
     const uint64_t expected = block_size(block);
-    if (bytes == expected && crc32c(data, bytes) == crcs_[block]) {
+    if (bytes == expected && crc == crcs_[block]) {
       return;
     }
     const uint64_t offset = block * block_bytes_;
@@ -202,7 +216,9 @@ class BlockReader {
   const std::vector<Part> parts_;
   std::vector<size_t> starts_;  // First part of each touched block, and an end.
   uint64_t bytes_read_ = 0;
-  std::vector<AlignedBuffer> buffers_;  // One per worker.
+  const uint64_t step_bytes_;
+  AlignedBuffer buffers_;  // step_bytes_ a worker.
+  char* const memory_;
 };
 
 }  // namespace

@@ -71,6 +71,44 @@ def test_a_block_size_far_above_the_file_takes_no_more_memory_than_the_file(path
     assert target[: SIZE - 1] == DATA[1:]
 
 
+STEP = 1 << 20  # what a reader takes at once of a block that goes into several tensors
+LONG = bytes(random_bytes(5 * STEP + 777, seed=3))
+LONG_CRCS = _C.crc32c_blocks(LONG, 4 * STEP)
+
+
+def read_long(path, requests, **options) -> list[tuple[str, str]]:
+    """Reads of LONG in blocks of four steps; returns the system calls."""
+    io = _C.FaultIo()
+    _C.read_ranges(io, path, len(LONG), LONG_CRCS, requests, block_bytes=4 * STEP, **options)
+    return io.ops
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_block_goes_into_its_parts_step_by_step(tmp_path, cached):
+    path = tmp_path / "long"
+    path.write_bytes(LONG)
+    if not cached:
+        drop_cache(path)
+    cuts = [0, 5, STEP - 1, STEP, STEP + 1, 3 * STEP - 7, 4 * STEP + 3, len(LONG) - 1, len(LONG)]
+    target = bytearray(len(LONG))
+    base = address_of(target)
+    requests = [(a, b - a, base + a) for a, b in zip(cuts, cuts[1:], strict=False)]
+    ops = read_long(path, [*requests[::2], *requests[1::2]])
+    assert target == LONG
+    assert [name for name, _ in ops].count("pread") == 6  # four of the first block, two of the second
+
+
+@pytest.mark.parametrize("at", [0, STEP - 1, STEP, 4 * STEP - 1, 4 * STEP, len(LONG) - 1])
+def test_a_flipped_bit_in_any_step_is_named(tmp_path, at):
+    path = tmp_path / "long"
+    damaged = bytearray(LONG)
+    damaged[at] ^= 4
+    path.write_bytes(damaged)
+    target = bytearray(len(LONG))
+    with pytest.raises(_C.ChecksumError, match=f"block {at // (4 * STEP)} .*does not match its CRC32C"):
+        read_long(path, [(1, len(LONG) - 1, address_of(target))], threads=1)
+
+
 @pytest.mark.parametrize("shift", [0, 1, 64])
 @pytest.mark.parametrize("cached", [True, False])
 def test_into_aligned_and_odd_addresses(path, cached, shift):
