@@ -13,6 +13,7 @@ think differently is compared, or made a part of the tag, before the first byte.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -50,6 +51,11 @@ class TensorSpec:
     needs_grad: bool = False
     plain: bool = False
 
+    @property
+    def num_bytes(self) -> int:
+        """Of one such tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 Specs = tuple[TensorSpec, ...]  # of one message
 
@@ -76,7 +82,7 @@ class Channel:
 class End:
     """What one end of a channel knows of it since its last header."""
 
-    __slots__ = ("specs", "each", "listed", "first", "generation", "tag", "verified", "peer_grads")
+    __slots__ = ("specs", "each", "listed", "first", "generation", "tag", "verified", "peer_grads", "way")
 
     def __init__(self) -> None:
         self.specs: Specs | None = None  # of every message; None: no header yet, or a listed step
@@ -87,6 +93,7 @@ class End:
         self.tag = 0  # of the first tensor of micro-batch 0
         self.verified = False  # this generation's headers agree
         self.peer_grads: tuple[bool, ...] = ()  # at the sender: entries whose gradient the receiver sends back
+        self.way: Any = None  # of its messages, when all are alike and stay on this machine (ways.py)
 
     def of(self, microbatch: int) -> Specs:
         """What the message of a micro-batch holds."""
@@ -168,7 +175,7 @@ class Headers:
         """Brings an end to its next header."""
         end = self.ends[channel]
         end.generation += 1
-        end.specs, end.each, end.listed, end.verified = None, None, listed, False
+        end.specs, end.each, end.listed, end.verified, end.way = None, None, listed, False, None
         end.tag = (2 * channel.number + end.generation % 2) * self.num_microbatches * MAX_TENSORS
         return end
 

@@ -30,10 +30,13 @@ from plait.parallel.headers import (
     TensorSpec,
 )
 from plait.parallel.mesh import Mesh
+from plait.parallel.slots import span_of
+from plait.parallel.ways import Buffer, InSlot, WayIn, WayOut
 
 __all__ = ["MAX_TENSORS", "P2P", "Channel", "ChannelError", "ChannelTimeout", "Receipt", "Sent", "TensorSpec"]
 
 _TAG_LIMIT = 1 << 30  # tags from here on belong to direct.py
+_Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # of one message
 
 
 class Sent:
@@ -53,31 +56,48 @@ class Sent:
 
 
 class Receipt:
-    """A posted receive, or one that is posted as soon as its channel is verified."""
+    """A message to be received: posted, or posted as soon as its channel is verified."""
 
-    __slots__ = ("_p2p", "channel", "microbatch", "specs", "_works", "_tensors")
+    __slots__ = ("_p2p", "channel", "microbatch", "specs", "tensors", "_message", "_works")
 
     def __init__(self, p2p: P2P, channel: Channel, microbatch: int, specs: Specs) -> None:
         self._p2p, self.channel, self.microbatch, self.specs = p2p, channel, microbatch, specs
-        self._tensors = p2p.buffers(specs)
+        self.tensors: list[Tensor] = []  # after `wait`
+        quick = p2p.ends[channel].way is not None
+        self._message: Buffer | InSlot | None = None if quick else p2p.buffer(specs)
         self._works: list[Any] | None = None  # None: not posted
 
     def post(self) -> None:
-        """Starts the receive."""
-        self._works = self._p2p.start(self.channel, self.microbatch, self._tensors, sending=False)
+        """Starts the receive, where it is not a quick way's."""
+        self._works = []
+        if self._p2p.way_in(self.channel) is None:
+            assert self._message is not None
+            tensors = self._message.tensors
+            self._works = self._p2p.start(self.channel, self.microbatch, tensors, sending=False)
+        else:
+            self.release()
 
     def wait(self) -> list[Tensor]:
         """Blocks (NCCL: the current stream) until the message is there; returns its tensors, to be released later."""
         if self._works is None:
             self._p2p.post_until(self)
+        if self._message is None:
+            way = self._p2p.way_in(self.channel)
+            assert way is not None, "what is not posted has a quick way"
+            self._message = way.take(self.microbatch)
         if self._works:
             self._p2p.finish(self._works, self.channel, self.microbatch)
-        self._works = []
-        if not self._p2p.staged:
-            return self._tensors
-        copies = [tensor.to(self._p2p.device, copy=True) for tensor in self._tensors]
-        self._p2p.free(self.specs, self._tensors)
-        return copies
+        self._works, self.tensors = [], self._message.tensors
+        if self._p2p.staged:
+            self.tensors = [tensor.to(self._p2p.device, copy=True) for tensor in self.tensors]
+            self._message.release()
+        return self.tensors
+
+    def release(self) -> None:
+        """Nobody may read the tensors any more."""
+        if self._message is not None and not self._p2p.staged:  # what was handed out then is a copy
+            self._message.release()
+            self._message = None
 
 
 class P2P(Headers):
@@ -103,10 +123,10 @@ class P2P(Headers):
         super().__init__(axis, channels, num_microbatches, tags=tags, timeout_s=mesh.timeout_s)
         self._links = {} if self.tags else self._communicators(mesh, channels)
         self._unposted: dict[int, list[Receipt]] = {c.source: [] for c in channels}  # per link, in its order
-        self._free: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
-        self._used: set[tuple[tuple[int, ...], torch.dtype]] = set()  # shapes since the last listed step began
-        self.num_buffers = 0  # receive buffers ever made
-        self.places: set[int] = set()  # their addresses
+        self._free: dict[_Shapes, list[Buffer]] = {}
+        self._used: set[_Shapes] = set()  # since the last listed step began
+        self.num_buffers = 0  # tensors of receive buffers ever made
+        self.places: set[int] = set()  # where received messages lie
 
     def _communicators(self, mesh: Mesh, channels: Sequence[Channel]) -> dict[tuple[int, int], Any]:
         """One communicator per link of this rank, made in one order on all ranks.
@@ -139,6 +159,9 @@ class P2P(Headers):
         elif specs is not end.specs:
             self.announce(channel, microbatch, specs)
             self.verify(channel)
+        way = self.way_out(channel)
+        if way is not None and way.send(microbatch, tensors):
+            return Sent(self, channel, microbatch, [], [])
         if self.staged:
             tensors = [tensor.cpu() for tensor in tensors]
         kept = []
@@ -175,41 +198,66 @@ class P2P(Headers):
         while unposted and self.ends[unposted[0].channel].verified:
             unposted.pop(0).post()
 
-    def buffers(self, specs: Specs) -> list[Tensor]:
-        """Free receive buffers of those shapes and dtypes; new ones where there are none."""
-        found = []
-        for spec in specs:
-            key = (spec.shape, spec.dtype)
-            self._used.add(key)
-            free = self._free.get(key)
-            if free:
-                found.append(free.pop())
-            else:
-                self.num_buffers += 1
-                where = "cpu" if self.staged else self.device
-                found.append(torch.empty(spec.shape, dtype=spec.dtype, device=where))
-                self.places.add(found[-1].untyped_storage().data_ptr())
-        return found
+    def pool(self, specs: Specs) -> list[Buffer]:
+        """The free receive buffers of messages that hold this."""
+        shapes = tuple((spec.shape, spec.dtype) for spec in specs)
+        self._used.add(shapes)
+        return self._free.setdefault(shapes, [])
 
-    def release(self, specs: Specs, tensors: Sequence[Tensor]) -> None:
-        """Gives the tensors of a received message back as buffers; nobody may read them any more."""
-        if not self.staged:  # what was handed out then is a copy
-            self.free(specs, tensors)
-
-    def free(self, specs: Specs, tensors: Sequence[Tensor]) -> None:
-        """Takes receive buffers back."""
-        for spec, tensor in zip(specs, tensors, strict=True):
-            self._free.setdefault((spec.shape, spec.dtype), []).append(tensor)
+    def buffer(self, specs: Specs) -> Buffer:
+        """A free receive buffer of those shapes and dtypes; a new one where there is none."""
+        pool = self.pool(specs)
+        if pool:
+            return pool.pop()
+        where = "cpu" if self.staged else self.device
+        tensors = [torch.empty(spec.shape, dtype=spec.dtype, device=where) for spec in specs]
+        self.num_buffers += len(tensors)
+        self.places.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
+        return Buffer(tensors, pool)
 
     def begin(self, listed: bool) -> None:
         """Opens a step. A listed one drops free buffers of shapes that were not asked for since the one before."""
         if listed:
-            for key in self._free.keys() - self._used:
-                self.places -= {buffer.untyped_storage().data_ptr() for buffer in self._free.pop(key)}
+            for shapes in self._free.keys() - self._used:
+                for buffer in self._free.pop(shapes):
+                    self.places -= {tensor.untyped_storage().data_ptr() for tensor in buffer.tensors}
             self._used.clear()
         else:
             for end in self.ends.values():
                 end.listed = False
+
+    # ---- quick ways -----------------------------------------------------------------------------------------------
+
+    def way_out(self, channel: Channel) -> WayOut | None:
+        """The quick way of a channel of this rank's messages; None where there is none, now or ever."""
+        end = self.ends[channel]
+        if end.way is None and self._is_quick(channel, channel.target):
+            assert end.specs is not None
+            end.way = WayOut(self, channel, end.specs)
+        way: WayOut | None = end.way
+        return way
+
+    def way_in(self, channel: Channel) -> WayIn | None:
+        """The same of messages to this rank."""
+        end = self.ends[channel]
+        if end.way is None and self._is_quick(channel, channel.source):
+            assert end.specs is not None
+            end.way = WayIn(self, channel, end.specs)
+        way: WayIn | None = end.way
+        return way
+
+    def _is_quick(self, channel: Channel, peer: int) -> bool:
+        """Whether all messages of a verified channel are alike, of tensors on CPU, and stay on this machine."""
+        end = self.ends[channel]
+        if end.specs is None or not end.verified or self.local is None or self.device.type != "cpu":
+            return False
+        size = span_of(spec.num_bytes for spec in end.specs)
+        return not any(spec.plain for spec in end.specs) and self.local.carries(peer, size)
+
+    def receive_elsewhere(self, channel: Channel, microbatch: int, tensors: Sequence[Tensor]) -> None:
+        """Receives a message that had no room on its quick way."""
+        tag = self.ends[channel].tag + microbatch * MAX_TENSORS
+        self.finish(_post(self._group.recv, tensors, channel.source, tag, 1), channel, microbatch)
 
     # ---- both -----------------------------------------------------------------------------------------------------
 
@@ -239,8 +287,12 @@ class P2P(Headers):
             for work in works:
                 work.wait() if self.nccl else work.wait(self.timeout)
         except RuntimeError as error:
-            kind = ChannelTimeout if "timed out" in str(error).lower() else ChannelError
-            raise kind(f"{self.where(channel, microbatch)}: {error}") from error
+            raise self.failure(error, channel, microbatch) from error
+
+    def failure(self, error: RuntimeError, channel: Channel, microbatch: int) -> ChannelError:
+        """What a failed message raises."""
+        kind = ChannelTimeout if "timed out" in str(error).lower() else ChannelError
+        return kind(f"{self.where(channel, microbatch)}: {error}")
 
 
 def _post(post: Callable[..., Any], tensors: Sequence[Tensor], peer: int, tag: int, step: int) -> list[Any]:

@@ -23,6 +23,7 @@ from plait.parallel.p2p import P2P
 from plait.parallel.pipeline import ChannelError, ChannelTimeout, Pipeline, TensorSpec
 from plait.parallel.schedules import NAMES, Op, Schedule, build, lower, one_f_one_b, parse_csv, search
 from plait.parallel.schedules.action import RECEIVES, SENDS, singles
+from plait.parallel.streams import Inward, Outward
 from tests.ranks import run_ranks
 from tests.test_pipeline import CLOSE, DTYPE, WIDTH, LinearStage, SplitStage, assert_same_gradients
 
@@ -266,33 +267,44 @@ class CountingStore:
         return call
 
 
-def watched(pipeline: Pipeline) -> tuple[Counter[str], Counter[str]]:
-    """Counters of what the pipeline asks of the store, and of the tensors that it sends and receives."""
-    p2p, tensors = pipeline._p2p, Counter()
+def watched_store(pipeline: Pipeline) -> Counter[str]:
+    """Counts what the pipeline asks of the store from here on."""
+    p2p = pipeline._p2p
     assert p2p is not None
-    p2p._store, start = CountingStore(p2p._store), p2p.start
+    p2p._store = CountingStore(p2p._store)
+    return p2p._store.calls
 
-    def counted(channel: Any, microbatch: int, sent: Any, *, sending: bool) -> Any:
-        tensors["sent" if sending else "received"] += len(sent)
-        return start(channel, microbatch, sent, sending=sending)
 
-    p2p.start = counted
-    return p2p._store.calls, tensors
+def counted_messages() -> Counter[str]:
+    """Counts, from here on and in this process, the messages that sockets send and receive."""
+    messages: Counter[str] = Counter()
+    send, fill = Outward.send, Inward.fill
+
+    def counted_send(self: Outward, *args: Any) -> None:
+        messages["sent"] += 1
+        send(self, *args)
+
+    def counted_fill(self: Inward, *args: Any) -> bool:
+        messages["received"] += 1
+        return fill(self, *args)
+
+    Outward.send, Inward.fill = counted_send, counted_fill  # type: ignore[method-assign]
+    return messages
 
 
 def run_messages(rank: int) -> None:
-    mesh = Mesh.create(pp=2)
+    mesh, messages = Mesh.create(pp=2), counted_messages()
     for name in NAMES:
         schedule = build(name, 2, 4)
         lane = lower(schedule).lanes[rank]
         pipeline = Pipeline(stacks(schedule, rank, [1] * schedule.num_stages), schedule, mesh)
-        asked, tensors = watched(pipeline)
+        asked = watched_store(pipeline)
         x, targets = torch.ones(4, WIDTH, dtype=DTYPE), torch.zeros(4, WIDTH, dtype=DTYPE)
         for step in range(3):
-            asked.clear(), tensors.clear()
+            asked.clear(), messages.clear()
             pipeline.step({"x": x}, targets, 4)
-            assert tensors["sent"] == sum(action.op in SENDS for action in lane), (name, step)
-            assert tensors["received"] == sum(action.op in RECEIVES for action in lane), (name, step)
+            assert messages["sent"] == sum(action.op in SENDS for action in lane), (name, step)
+            assert messages["received"] == sum(action.op in RECEIVES for action in lane), (name, step)
             assert bool(asked) == (step == 0), (name, step, asked)
 
 
@@ -436,7 +448,7 @@ def run_lengths(rank: int, p: int, names: list[str], tags: bool) -> None:
         schedule = build(name, p, len(LENGTHS))
         stages = stacks(schedule, rank, [1] * schedule.num_stages)
         pipeline = Pipeline(stages, schedule, mesh)
-        asked = watched(pipeline)[0] if p > 1 else Counter()
+        asked = watched_store(pipeline) if p > 1 else Counter()
         incoming = sum(s > 0 and s - 1 not in stages for s in stages)
         outgoing = sum(s + 1 < schedule.num_stages and s + 1 not in stages for s in stages)
         made = 0

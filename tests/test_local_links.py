@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -10,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.parallel import local_links
+from plait.parallel import local_links, slots
 from plait.parallel.local_links import LocalLinks
+from plait.parallel.streams import SMALL_BYTES
 
 TIMEOUT = timedelta(seconds=5)
 
@@ -48,7 +51,7 @@ def received(links: LocalLinks, coord: int, tag: int, like: Tensor, elsewhere: E
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2)])
 def test_frames_are_taken_by_tag_in_any_order(order):
     zero, one = pair()
-    sent = [torch.full((size,), float(size)) for size in (1, 5, 20_000, 3)]  # the third is larger than the room
+    sent = [torch.full((size,), float(size)) for size in (1, 5, 20_000, 3)]  # the third lies in a slot
     for tag, tensor in enumerate(sent):
         assert zero.send(1, tag, [tensor])
         tensor += 1  # the caller's again
@@ -88,7 +91,7 @@ def test_tensors_of_a_message_keep_their_bits(early):
 def test_a_send_never_waits_and_what_the_buffer_has_no_room_for_is_said_to_go_elsewhere(early):
     """Both ends send more than the kernel holds before either receives: neither blocks, nothing is lost or mixed."""
     ends, elsewhere = pair(), (Elsewhere(), Elsewhere())
-    count, size = 40, ends[0].limit_bytes // 8
+    count, size = 400, SMALL_BYTES // 8
     for tag in range(count):
         for coord, links in enumerate(ends):
             message = torch.full((size,), tag + 100 * coord)
@@ -105,12 +108,97 @@ def test_a_send_never_waits_and_what_the_buffer_has_no_room_for_is_said_to_go_el
         assert links.send(1 - coord, 0, [torch.ones(size)])
 
 
+def test_large_messages_lie_in_slots_that_serve_again():
+    zero, one = pair()
+    for value in range(5):
+        sent = torch.full((20_000,), value)
+        assert zero.send(1, value, [sent, torch.tensor(value)])
+        sent += 1  # the caller's again
+        got = [torch.empty(20_000, dtype=torch.int64), torch.tensor(0)]
+        wait(one.receive(0, value, got, list))
+        assert got[0].eq(value).all() and got[1].item() == value
+    assert len(zero.outward(1)._lender._slots) == 1
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 0, 2, 1)])
+def test_no_slot_is_written_while_it_is_read_and_where_none_is_left_the_message_goes_elsewhere(order, monkeypatch):
+    monkeypatch.setattr(slots, "MOST_SLOTS", 3)
+    (zero, one), elsewhere = pair(), Elsewhere()
+    for turn in range(3):
+        for tag in range(4):
+            message = torch.full((10_000,), float(10 * turn + tag))
+            if not zero.send(1, tag, [message]):
+                elsewhere.messages[tag] = message
+        assert list(elsewhere.messages) == [3]
+        for tag in order:
+            assert received(one, 0, tag, torch.empty(10_000), elsewhere).eq(10 * turn + tag).all()
+    assert len(zero.outward(1)._lender._slots) == 3
+
+
+def test_slots_stay_below_their_bound_and_a_small_one_makes_way_for_a_larger(monkeypatch):
+    monkeypatch.setattr(slots, "MOST_BYTES", 1 << 19)
+    zero, one = pair()
+    for size in (10_000, 30_000, 20_000, 60_000, 10_000, 100_000, 10_000):  # fp32, at most 400 kB
+        assert zero.send(1, 0, [torch.full((size,), float(size))])
+        assert received(one, 0, 0, torch.empty(size)).eq(size).all()
+        assert zero.outward(1)._lender._total() <= 1 << 19
+    assert not zero.send(1, 0, [torch.zeros(1 << 18)])
+
+
+def test_a_kernel_that_gives_no_memory_is_said_once(monkeypatch, caplog):
+    def refuse(*_: object) -> int:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    (zero, one), elsewhere = pair(), Elsewhere()
+    for tag in range(3):
+        elsewhere.messages[tag] = torch.full((10_000,), float(tag))
+        assert not zero.send(1, tag, [elsewhere.messages[tag]])
+        assert received(one, 0, tag, torch.empty(10_000), elsewhere).eq(tag).all()
+    assert [record.message for record in caplog.records] == [
+        "no shared memory of 40960 bytes, messages by gloo: [Errno 12] Cannot allocate memory"
+    ]
+
+
+def test_a_large_message_of_another_size_is_an_error():
+    zero, one = pair()
+    zero.send(1, 0, [torch.ones(10_000)])
+    with pytest.raises(RuntimeError, match="the message has 40000 bytes, not 48000"):
+        received(one, 0, 0, torch.ones(12_000))
+    zero.send(1, 1, [torch.ones(10_000)])
+    with pytest.raises(RuntimeError, match="the message has 40000 bytes, not 4"):
+        received(one, 0, 1, torch.ones(1))
+    zero.send(1, 2, [torch.ones(1)])
+    with pytest.raises(RuntimeError, match="the message has 4 bytes, not 40000"):
+        received(one, 0, 2, torch.ones(10_000))
+
+
+def test_slots_leave_nothing_behind():
+    """Neither descriptors nor maps nor files, once both ends are gone."""
+
+    def maps() -> list[str]:
+        with open("/proc/self/maps", encoding="ascii") as lines:
+            return [line for line in lines if "plait" in line]
+
+    gc.collect()
+    files, opened = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
+    zero, one = pair()
+    zero.send(1, 0, [torch.ones(10_000)])
+    received(one, 0, 0, torch.ones(10_000))
+    assert len(maps()) == 2  # each end's
+    del zero, one
+    gc.collect()
+    assert not maps() and len(os.listdir("/proc/self/fd")) == opened and set(os.listdir("/dev/shm")) == files
+
+
 @pytest.mark.parametrize("asked", [4 << 20, 212_992, 50_000])
 def test_what_is_counted_as_room_is_what_the_kernel_has(monkeypatch, asked):
     """Frames of every size fill half of the buffer: the kernel takes each of them whole and at once."""
     monkeypatch.setattr(local_links, "_BUFFER_BYTES", asked)
     zero, one = pair(timeout_s=0.1)
-    for first, size in enumerate((1, 100, 4096, 5000, zero.limit_bytes // 4, zero.limit_bytes)):
+    for first, size in enumerate((1, 100, 4096, 5000, SMALL_BYTES // 4, SMALL_BYTES)):
+        if size > asked // 8:
+            continue
         tag = first << 20
         while zero.send(1, tag, [torch.full((size,), 1, dtype=torch.uint8)]):
             tag += 1

@@ -161,9 +161,10 @@ def run_batch(rank: int) -> None:
             p2p.send(FORWARD, m, [big + m, small + m], specs).wait()
         else:
             p2p.announce(FORWARD, 0, specs)
-            got_big, got_small = p2p.receive(FORWARD, m).wait()
+            receipt = p2p.receive(FORWARD, m)
+            got_big, got_small = receipt.wait()
             assert torch.equal(got_big, big + m) and torch.equal(got_small, small + m)
-            p2p.release(specs, [got_big, got_small])
+            receipt.release()
 
 
 def test_every_tensor_of_a_message_is_waited_for():
@@ -179,9 +180,10 @@ def run_both_ways(rank: int) -> None:
     for m in range(8):
         p2p.announce(theirs, 0, spec)
         handle = p2p.send(mine, m, [torch.full((1000,), float(rank))], spec)
-        (got,) = p2p.receive(theirs, m).wait()
+        receipt = p2p.receive(theirs, m)
+        (got,) = receipt.wait()
         assert got[0].item() == 1 - rank
-        p2p.release(spec, [got])
+        receipt.release()
         handle.wait()
     assert p2p.num_buffers == 1
 
