@@ -6,14 +6,14 @@ output written once: 28 bytes per element for fp32, 30 for bf16 with fp32 gradie
 from step to step are arguments or, for a captured graph, a tensor that the kernel reads.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from plait.kernels.launch import Launch, triton_dtype
+from plait.kernels.launch import Launch, Runner, triton_dtype
 from plait.kernels.philox import philox_load_key
 from plait.kernels.rounding import divide, random_words, root, stochastic_round
 from plait.kernels.tables import (
@@ -298,7 +298,7 @@ def _find_kinds(lists: Sequence[Sequence[torch.Tensor]], indices: Sequence[int] 
 class Ready(NamedTuple):
     """A launch of one list of tensors: `run` with `first`, the numbers and tensors of a `Step`, then `constants`."""
 
-    run: Callable[..., None]
+    run: Runner
     first: tuple[Any, ...]
     constants: tuple[Any, ...]
 

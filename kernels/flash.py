@@ -31,8 +31,10 @@ _NUM_OPTIONS = len(Options._fields)  # `recompute`, behind them, is no part of w
 
 def forward(q, k, v, sinks, rng, cu_q, cu_k, *options):
     """(out, lse) without checks or graph: the kernel itself, for code that has a backward of its own."""
-    run = launch_forward if use_triton(q) else attention_plain.forward
-    return run(q, k, v, sinks, rng, cu_q, cu_k, Options(*options[:_NUM_OPTIONS]))
+    options = options[:_NUM_OPTIONS]
+    if use_triton(q):
+        return launch_forward(q, k, v, sinks, rng, cu_q, cu_k, options)
+    return attention_plain.forward(q, k, v, sinks, rng, cu_q, cu_k, Options(*options))
 
 
 def backward(dout, dlse, q, k, v, out, lse, sinks, rng, cu_q, cu_k, *options):
@@ -42,8 +44,9 @@ def backward(dout, dlse, q, k, v, out, lse, sinks, rng, cu_q, cu_k, *options):
     """
     if out is None or lse is None:
         out, lse = forward(q, k, v, sinks, rng, cu_q, cu_k, *options)
-    run = launch_backward if use_triton(q) else attention_plain.backward
-    return run(dout, dlse, q, k, v, out, lse, sinks, rng, cu_q, cu_k, Options(*options))
+    if use_triton(q):
+        return launch_backward(dout, dlse, q, k, v, out, lse, sinks, rng, cu_q, cu_k, options)
+    return attention_plain.backward(dout, dlse, q, k, v, out, lse, sinks, rng, cu_q, cu_k, Options(*options))
 
 
 class _Attention(torch.autograd.Function):
@@ -99,12 +102,18 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     if not len(of_q) == len(of_k) == len(of_v) == 4:
         dims = f"{len(of_q)}, {len(of_k)}, {len(of_v)}"
         raise ValueError(f"attention: q, k, v have {dims} dims; expected 4: [batch, tokens, heads, K]")
-    if of_k[:3] != of_v[:3] or of_q[0] != of_k[0] or of_q[3] != of_k[3]:
+    batch, _, heads, width = of_q
+    key_batch, num_keys, key_heads, key_width = of_k
+    value_batch, num_values, value_heads, value_width = of_v
+    if not (
+        batch == key_batch == value_batch and num_keys == num_values and key_heads == value_heads
+        and width == key_width
+    ):  # fmt: skip
         raise ValueError(f"attention: q {tuple(of_q)}, k {tuple(of_k)}, v {tuple(of_v)} do not fit")
-    if of_k[2] == 0 or of_q[2] % of_k[2] != 0:
-        raise ValueError(f"attention: {of_q[2]} query heads must be a multiple of {of_k[2]} key heads")
-    if not (0 < of_q[3] <= _MAX_HEAD_DIM and 0 < of_v[3] <= _MAX_HEAD_DIM):
-        raise ValueError(f"attention: head dims {of_q[3]} and {of_v[3]}; expected 1 to {_MAX_HEAD_DIM}")
+    if key_heads == 0 or heads % key_heads != 0:
+        raise ValueError(f"attention: {heads} query heads must be a multiple of {key_heads} key heads")
+    if not (0 < width <= _MAX_HEAD_DIM and 0 < value_width <= _MAX_HEAD_DIM):
+        raise ValueError(f"attention: head dims {width} and {value_width}; expected 1 to {_MAX_HEAD_DIM}")
 
 
 def _packed(

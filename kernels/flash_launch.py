@@ -166,8 +166,9 @@ def gradient_launches(
 
 def _build_forward(
     site: Site, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
-    rng: torch.Tensor | None, cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, options: Options,
+    rng: torch.Tensor | None, cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, *numbers: Any,
 ) -> Built:  # fmt: skip
+    options = Options(*numbers)
     shape, stats = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])
     dtype = compute_dtype(q.dtype)
     if cu_q is None:
@@ -181,19 +182,20 @@ def _build_forward(
 
 def launch_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, rng: torch.Tensor | None,
-    cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, options: Options,
+    cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, options: tuple[Any, ...],
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(out [B, T, H, Kv], lse [B, H, T])."""
-    found: tuple[torch.Tensor, torch.Tensor] = planned(_build_forward, (q, k, v, sinks, rng, cu_q, cu_k), options)
+    """(out [B, T, H, Kv], lse [B, H, T]); `options` are those of `Options`, in order."""
+    found: tuple[torch.Tensor, torch.Tensor] = planned(_build_forward, (q, k, v, sinks, rng, cu_q, cu_k), *options)
     return found
 
 
 def _build_backward(
     site: Site, dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     out: torch.Tensor, lse: torch.Tensor, rng: torch.Tensor | None, cu_q: torch.Tensor | None,
-    cu_k: torch.Tensor | None, options: Options,
+    cu_k: torch.Tensor | None, *numbers: Any,
 ) -> Built:  # fmt: skip
     """Results (dq, dk, dv, delta)."""
+    options = Options(*numbers)
     if cu_q is None and q.numel():
         dq, dk, dv = (site.empty(x.shape, x.dtype) for x in (q, k, v))
     else:  # rows past the last document are not visited
@@ -212,8 +214,8 @@ def _build_backward(
 def launch_backward(
     dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None, rng: torch.Tensor | None,
-    cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, options: Options,
+    cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, options: tuple[Any, ...],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dq, dk, dv, dsinks [H] or empty)."""
-    dq, dk, dv, delta = planned(_build_backward, (dout, dlse, q, k, v, out, lse, rng, cu_q, cu_k), options)
+    dq, dk, dv, delta = planned(_build_backward, (dout, dlse, q, k, v, out, lse, rng, cu_q, cu_k), *options)
     return dq, dk, dv, sink_gradient(sinks, lse, delta)

@@ -9,7 +9,6 @@ communication inside the matmul, fp8.
 """
 
 import math
-from contextlib import nullcontext
 
 import torch
 
@@ -224,15 +223,22 @@ _linear_swiglu = register(
 )
 
 
-def _check_product(op: str, x: torch.Tensor, weight: torch.Tensor, dim: int, name: str) -> None:
-    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[dim]:
-        raise ValueError(f"{op}: {name} {tuple(x.shape)} does not fit weight {tuple(weight.shape)} ([out, in])")
+def _check_product(op: str, x: torch.Tensor, weight: torch.Tensor, dim: int, name: str) -> tuple[int, ...]:
+    """The shape of x @ weight^T (dim 1) or x @ weight (dim 0), which exists."""
+    of_x, sizes = x.shape, weight.shape
+    if len(sizes) != 2 or not of_x or of_x[-1] != sizes[dim]:
+        raise ValueError(f"{op}: {name} {tuple(of_x)} does not fit weight {tuple(sizes)} ([out, in])")
+    return (*of_x[:-1], sizes[1 - dim])
+
+
+_CODES = {activation: code for code, activation in enumerate(ACTIVATIONS)}
 
 
 def _code(op: str, activation: str | None) -> int:
-    if activation not in ACTIVATIONS:
+    code = _CODES.get(activation)
+    if code is None:
         raise ValueError(f"{op}: activation {activation!r}; expected one of {ACTIVATIONS}")
-    return ACTIVATIONS.index(activation)
+    return code
 
 
 def linear(
@@ -257,11 +263,11 @@ def linear(
     activation, dropout without rng, shapes or devices.
     """
     check_floating("linear", x=x, weight=weight, bias=bias, residual=residual)
-    _check_product("linear", x, weight, 1, "x")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"linear: bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},)")
-    if residual is not None and residual.shape != (*x.shape[:-1], weight.shape[0]):
-        raise ValueError(f"linear: residual {tuple(residual.shape)} must be {(*x.shape[:-1], weight.shape[0])}")
+    shape = _check_product("linear", x, weight, 1, "x")
+    if bias is not None and bias.shape != shape[-1:]:
+        raise ValueError(f"linear: bias has shape {tuple(bias.shape)}; expected ({shape[-1]},)")
+    if residual is not None and residual.shape != shape:
+        raise ValueError(f"linear: residual {tuple(residual.shape)} must be {shape}")
     code = _code("linear", activation)
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"linear: dropout_p is {dropout_p}; expected 0 <= dropout_p < 1")
@@ -272,9 +278,11 @@ def linear(
     if rng is None:
         raise ValueError("linear: dropout_p > 0 needs rng, int64 [2] = (seed, offset)")
     check_rng("linear", rng, x)
-    check(x.dim() in (2, 3), lambda: f"linear: x {tuple(x.shape)} must be [B, T, K] or [T, K] for dropout")
+    if len(shape) not in (2, 3):
+        raise ValueError(f"linear: x {tuple(x.shape)} must be [B, T, K] or [T, K] for dropout")
     place = (sample_offset, row_offset, col_offset)
-    check(min(place) >= 0, lambda: f"linear: offsets are {place}; expected none below 0")
+    if min(place) < 0:
+        raise ValueError(f"linear: offsets are {place}; expected none below 0")
     return _linear_act(x, weight, bias, residual, code, rng, dropout_p, *place, allow_tf32)[0]
 
 
@@ -289,14 +297,16 @@ def linear_dgrad(
     forms have no gradient of their own.
     """
     check_floating("linear_dgrad", dout=dout, weight=weight)
-    _check_product("linear_dgrad", dout, weight, 0, "dout")
+    shape = _check_product("linear_dgrad", dout, weight, 0, "dout")
     if pre is None:
         check(activation is None, lambda: f"linear_dgrad: activation {activation!r} needs pre, the value before it")
         return _dgrad(dout, weight, allow_tf32)
     check_floating("linear_dgrad", dout=dout, pre=pre)
     gated = activation in GATES
-    shape = (*dout.shape[:-1], weight.shape[1] * (2 if gated else 1))
-    check(pre.shape == shape, lambda: f"linear_dgrad: pre has shape {tuple(pre.shape)}; expected {shape}")
+    if gated:
+        shape = (*shape[:-1], 2 * shape[-1])
+    if pre.shape != shape:
+        raise ValueError(f"linear_dgrad: pre has shape {tuple(pre.shape)}; expected {shape}")
     if gated:
         return _dgrad_gated(dout, weight, pre, GATES.index(activation), allow_tf32)
     code = _code("linear_dgrad", activation)
@@ -320,31 +330,35 @@ def linear_wgrad(
     dtypes, ValueError on shapes, devices, an `out` that is not contiguous or a `bias_grad` without `out`.
     """
     check_floating("linear_wgrad", x=x, dout=dout)
-    check(
-        x.dim() >= 1 and x.shape[:-1] == dout.shape[:-1],
-        lambda: f"linear_wgrad: x {tuple(x.shape)} and dout {tuple(dout.shape)} must agree but for the last dim",
-    )
+    of_x, of_dout = x.shape, dout.shape
+    if not of_x or of_x[:-1] != of_dout[:-1]:
+        raise ValueError(f"linear_wgrad: x {tuple(of_x)} and dout {tuple(of_dout)} must agree but for the last dim")
     if out is None:
         check(bias_grad is None, lambda: "linear_wgrad: bias_grad needs out, which is written as it is")
         return _wgrad(x, dout, allow_tf32)
-    shape = (dout.shape[-1], x.shape[-1])
-    _check_target(x, "out", out, shape)
-    if bias_grad is not None:
-        _check_target(x, "bias_grad", bias_grad, shape[:1])
-    sums = None if bias_grad is None else bias_grad.view(-1)
-    with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-        _wgrad_into(x, dout, out.view(shape), accumulate, sums, allow_tf32)
+    shape = (of_dout[-1], of_x[-1])
+    target = _target(x, "out", out, shape)
+    sums = None if bias_grad is None else _target(x, "bias_grad", bias_grad, shape[:1])
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            _wgrad_into(x, dout, target, accumulate, sums, allow_tf32)
+    else:
+        _wgrad_into(x, dout, target, accumulate, sums, allow_tf32)
     return out
 
 
-def _check_target(x: torch.Tensor, name: str, out: torch.Tensor, shape: tuple[int, ...]) -> None:
-    check_device("linear_wgrad", x, **{name: out})
-    if out.dtype not in (x.dtype, torch.float32) or (x.dtype is torch.float64 and out.dtype != x.dtype):
-        raise TypeError(f"linear_wgrad: {name} is {out.dtype}; expected {x.dtype} or float32")
-    check(
-        out.is_contiguous() and out.numel() == math.prod(shape),
-        lambda: f"linear_wgrad: {name} {tuple(out.shape)} must be contiguous with the elements of {shape}",
-    )
+def _target(x: torch.Tensor, name: str, out: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """`out` as a tensor of `shape`, checked."""
+    kind, wide = x.dtype, out.dtype
+    if out.device != x.device:
+        check_device("linear_wgrad", x, **{name: out})
+    if wide is not kind and (wide is not torch.float32 or kind is torch.float64):
+        raise TypeError(f"linear_wgrad: {name} is {wide}; expected {kind} or float32")
+    if not out.is_contiguous() or out.numel() != math.prod(shape):
+        raise ValueError(
+            f"linear_wgrad: {name} {tuple(out.shape)} must be contiguous with the elements of {shape}"
+        )  # fmt: skip
+    return out if out.shape == shape else out.view(shape)
 
 
 def linear_swiglu(x: torch.Tensor, gate_up_weight: torch.Tensor, *, allow_tf32: bool | None = None) -> torch.Tensor:

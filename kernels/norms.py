@@ -6,14 +6,14 @@ tensors in the order of the list. Chunks depend on sizes alone, so that runs agr
 kind of tensor present (dtype, aligned or not, strided), and one for the second stage, which takes the root too.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from plait.kernels.launch import Launch, check, check_device, compute_dtype, triton_dtype, use_triton
+from plait.kernels.launch import Launch, Runner, check, check_device, compute_dtype, triton_dtype, use_triton
 from plait.kernels.registration import all_plain, observed, register
 from plait.kernels.rounding import root
 from plait.kernels.tables import (
@@ -194,8 +194,8 @@ def first_launches(tensors: Sequence[torch.Tensor]) -> tuple[list[Launch], torch
 class _Ready(NamedTuple):
     """The launches of one list of tensors: each `run` with an input, its place among the partial sums, the rest."""
 
-    first: list[tuple[Callable[..., None], Any, int, tuple[Any, ...]]]
-    second: tuple[Callable[..., None], tuple[Any, ...]]
+    first: list[tuple[Runner, Any, int, tuple[Any, ...]]]
+    second: tuple[Runner, tuple[Any, ...]]
     like: torch.Tensor  # 0-dim, never read: what results look like
     num_partials: int
 

@@ -10,7 +10,7 @@ any split of the tensors gives the same result. The kernels are in adamw_triton.
 
 import itertools
 from collections.abc import Sequence
-from contextlib import nullcontext
+from typing import Any
 
 import torch
 
@@ -224,10 +224,8 @@ def _refuse(
             raise ValueError(f"adamw_: {name}[{i}] has strides {tensor.stride()}; its elements share memory")
 
 
-def _scalar(name: str, value: torch.Tensor | float | None, like: torch.Tensor) -> torch.Tensor | None:
+def _scalar(name: str, value: torch.Tensor | float, like: torch.Tensor) -> torch.Tensor:
     """`value` as a 0-dim tensor where `like` lives, made there: nothing waits for the device."""
-    if value is None:
-        return None
     if not isinstance(value, torch.Tensor):
         return torch.full((), value, dtype=compute_dtype(like.dtype), device=like.device)
     check(value.dim() == 0, lambda: f"adamw_: {name} has shape {tuple(value.shape)}; expected a 0-dim tensor")
@@ -258,10 +256,16 @@ def adamw_(
     params, masters = list(params), list(master or ())
     if not params:
         return
-    check(isinstance(step, torch.Tensor) or step >= 1, lambda: f"adamw_: step is {step}; the first one is 1")
+    timed = isinstance(step, torch.Tensor) or isinstance(lr, torch.Tensor)
+    if not isinstance(step, torch.Tensor) and step < 1:
+        raise ValueError(f"adamw_: step is {step}; the first one is 1")
     grads, exp_avgs, exp_avg_sqs = list(grads), list(exp_avgs), list(exp_avg_sqs)
     # A plain call of Triton checks what it has not met, and needs no more of torch.
-    direct = not observed() and use_tables(params[:1]) and _all_plain(params, grads, exp_avgs, exp_avg_sqs, masters)
+    direct = (
+        not observed()
+        and use_tables(params[:1])
+        and all_plain([*params, *grads, *exp_avgs, *exp_avg_sqs, *masters])
+    )  # fmt: skip
     if not direct:
         _check_lists(params, grads, exp_avgs, exp_avg_sqs, masters)
     like = params[0]
@@ -273,20 +277,22 @@ def adamw_(
                 f"adamw_: first_indices are {first_indices}; expected one from 0 for each of {len(params)} params"
             ),
         )
-    with nullcontext() if direct else torch.no_grad():
-        schedule = None
-        if isinstance(step, torch.Tensor) or isinstance(lr, torch.Tensor):
-            step, lr, schedule = _place_schedule(step, lr, beta1, beta2, weight_decay, like, params)
-        run = _kernel if direct else _adamw
-        run(
-            params, grads, exp_avgs, exp_avg_sqs, masters, _scalar("grad_scale", grad_scale, like), step, lr, beta1,
-            beta2, eps, weight_decay, _scalar("loss_scale", loss_scale, like), rng, list(first_indices or ()),
-            schedule, _scalar("found_inf", found_inf, like),
-        )  # fmt: skip
-
-
-def _all_plain(*lists: list[torch.Tensor]) -> bool:
-    return all([all_plain(some) for some in lists])
+    schedule = None
+    if timed:
+        step, lr, schedule = _place_schedule(step, lr, beta1, beta2, weight_decay, like, params)
+    scales = [
+        None if value is None else _scalar(name, value, like)
+        for name, value in (("grad_scale", grad_scale), ("loss_scale", loss_scale), ("found_inf", found_inf))
+    ]
+    arguments: tuple[Any, ...] = (
+        params, grads, exp_avgs, exp_avg_sqs, masters, scales[0], step, lr, beta1, beta2, eps, weight_decay,
+        scales[1], rng, list(first_indices or ()), schedule, scales[2],
+    )  # fmt: skip
+    if direct:
+        _kernel(*arguments)
+    else:
+        with torch.no_grad():
+            _adamw(*arguments)
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ Not here: which kernel, tile or grid (each kernel file's builder says that). The
 tensors that allocates outputs and says what to launch. It is run on meta tensors of the same layout (shape, strides,
 dtype, whether 16 bytes divide the address), as the points of `plait kernels list` are, and what comes out is a plan:
 outputs to allocate, compiled kernels with their grids, numbers, and for each pointer the place of its tensor among
-the call's. A call is then a key, one look-up, the allocations and the launches. A plan holds no tensor.
+the call's. A call is then a key, one look-up, the allocations and the launches. A plan holds no tensor of a call.
 """
 
 import functools
@@ -14,8 +14,19 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from torch.utils._mode_utils import no_dispatch
 
-from plait.kernels.launch import INTERPRETED, Launch, card_arch, needs_scratch, run_launches, with_scratch
+from plait.kernels.launch import (
+    INTERPRETED,
+    Launch,
+    Runner,
+    card_arch,
+    current_stream,
+    hooked,
+    needs_scratch,
+    run_launches,
+    with_scratch,
+)
 
 # Whether kernels are compiled, whatever the suite `launch` says of the way that CPU tensors go.
 _COMPILED = not INTERPRETED
@@ -24,9 +35,11 @@ _APART_BYTES = 1 << 44
 
 # What a builder may read of a tensor: (shape, strides, dtype, whether 16 bytes divide its address).
 _Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]
-# An output: place of a tensor before it that lies alike or -1, shape, strides, dtype, what fills it.
-_Made = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, float | None]
+# An output: a tensor of its shape and dtype that is never read, and what fills it.
+_Made = tuple[torch.Tensor, float | None]
 _Gather = Callable[[Sequence[Any]], tuple[Any, ...]]
+# A launch: what runs it, its arguments up to the last pointer, those behind it.
+_Step = tuple[Runner, _Gather, tuple[Any, ...]]
 
 
 class Site:
@@ -60,11 +73,11 @@ Builder = Callable[..., Built | None]
 
 
 class _Plan(NamedTuple):
-    """A pool is a call's tensors, then its outputs, then `numbers`; each gather picks from it."""
+    """A pool is a call's tensors, then its outputs, then `values`; each gather picks from it."""
 
     made: tuple[_Made, ...]
-    numbers: tuple[Any, ...]
-    launches: tuple[tuple[Callable[..., Any], _Gather], ...]
+    values: tuple[Any, ...]  # None, and the numbers that stand before a pointer
+    launches: tuple[_Step, ...]
     results: _Gather
     scratch: bool
 
@@ -97,14 +110,8 @@ class _StandIns(Site):
         return self._output(tuple(shape), dtype, value)
 
     def _output(self, shape: tuple[int, ...], dtype: torch.dtype, value: float | None) -> torch.Tensor:
-        strides = torch.empty(shape, device=self.device).stride()
-        alike = [
-            i
-            for i, x in enumerate(self.pool)
-            if x is not None and (x.shape, x.stride(), x.dtype) == (shape, strides, dtype)
-        ]
-        self.made.append((alike[0] if alike and value is None else -1, shape, strides, dtype, value))
-        found = self._add((shape, strides, dtype, True))
+        self.made.append((_element(self.card, dtype).expand(shape), value))
+        found = self._add((shape, torch.empty(shape, device=self.device).stride(), dtype, True))
         assert found is not None
         return found
 
@@ -116,16 +123,24 @@ class _StandIns(Site):
         return -1
 
 
+@functools.cache
+def _element(card: torch.device | None, dtype: torch.dtype) -> torch.Tensor:
+    """One element on the card, or on the CPU: torch makes an output like it in half the time that a shape takes."""
+    with no_dispatch():
+        return torch.empty((), dtype=dtype, device=card or "cpu")
+
+
 def _gather(places: Sequence[int]) -> _Gather:
     if len(places) > 1:
         return operator.itemgetter(*places)
     return lambda pool: tuple([pool[place] for place in places])
 
 
-# An entry is one op and one layout of its tensors, about 4 KB.
-@functools.lru_cache(4096, typed=True)
+# An entry is one op and one layout of its tensors, about 4 KB. Equal options (1, 1.0, True) are one key: to a kernel
+# they are the same number.
+@functools.lru_cache(4096)
 def _plan(
-    build: Builder, card: int, device: int, layouts: tuple[_Layout | None, ...], *options: Any
+    build: Builder, card: int, device: int, layouts: tuple[_Layout | None, ...], options: tuple[Any, ...]
 ) -> _Plan | Site | None:
     """The plan of calls on card `card` (-1: none), compiled for the current `device`. None where torch does better.
 
@@ -135,28 +150,42 @@ def _plan(
     built = build(site, *site.pool, *options)
     if built is None:
         return None
-    numbers: list[Any] = []
-    launches = []
+    values: list[Any] = [None]
 
     def place(x: Any) -> int:
         if isinstance(x, torch.Tensor):
             return site.place_of(x)
-        numbers.append(x)
-        return len(site.pool) + len(numbers) - 1
+        if x is None:
+            return len(site.pool)
+        values.append(x)
+        return len(site.pool) + len(values) - 1
 
+    launches = []
     for launch in built.launches:
-        run, constants = launch.ready(device)
-        places = [place(x) for x in (*launch.arguments, *constants)]
+        runner, constants = launch.ready(device)
+        num_first = 1 + max([i for i, x in enumerate(launch.arguments) if isinstance(x, torch.Tensor)])
+        places = [place(x) for x in launch.arguments[:num_first]]
         if -1 in places:
             return Site(site.device, site.card)
-        launches.append((run, _gather(places)))
+        launches.append((runner, _gather(places), (*launch.arguments[num_first:], *constants)))
     results = _gather([place(x) for x in built.results])
-    return _Plan(tuple(site.made), tuple(numbers), tuple(launches), results, needs_scratch(built.launches))
+    return _Plan(tuple(site.made), tuple(values), tuple(launches), results, needs_scratch(built.launches))
 
 
-def _run(launches: Sequence[tuple[Callable[..., Any], _Gather]], pool: Sequence[Any]) -> None:
-    for run, gather in launches:
-        run(*gather(pool))
+def _run(launches: Sequence[_Step], pool: Sequence[Any]) -> None:
+    """Launches in order; of each what `Runner` does, with one look at the hooks and the stream for all."""
+    if hooked():
+        for runner, gather, last in launches:
+            runner.slow(*gather(pool), *last)
+        return
+    stream = None
+    for (device, grid, slow, quick, fixed), gather, last in launches:
+        if quick is None:
+            slow(*gather(pool), *last)
+        else:
+            if stream is None:
+                stream = current_stream(device)
+            quick(*grid, stream, *fixed, *gather(pool), *last)
 
 
 def planned(build: Builder, tensors: tuple[Any, ...], *options: Any) -> Any:
@@ -164,8 +193,7 @@ def planned(build: Builder, tensors: tuple[Any, ...], *options: Any) -> Any:
 
     On the card and the current stream of the first tensor, whichever card is current.
     """
-    first = tensors[0]
-    card = first.get_device()
+    card = tensors[0].get_device()
     device = triton.runtime.driver.active.get_current_device() if _COMPILED else card
     if card != device and card >= 0:
         with torch.cuda.device(card):
@@ -174,23 +202,20 @@ def planned(build: Builder, tensors: tuple[Any, ...], *options: Any) -> Any:
         [None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15 == 0) for x in tensors]
     )  # fmt: skip
     # Interpreted, a plan is made each time: tests change tables.
-    plan = (_plan if _COMPILED else _plan.__wrapped__)(build, card, device, layouts, *options)
+    plan = (_plan if _COMPILED else _plan.__wrapped__)(build, card, device, layouts, options)
     if not isinstance(plan, _Plan):
         return None if plan is None else _each_time(build, plan, tensors, options)
-    pool = [*tensors]
-    for alike, shape, strides, dtype, value in plan.made:
-        if alike >= 0:  # 1.2 us on the host; the next takes 1.4, and torch.empty 2.2
-            pool.append(torch.empty_like(pool[alike]))
-        elif value is None:
-            pool.append(torch.empty_strided(shape, strides, dtype=dtype, device=first.device))
-        else:
-            pool.append(torch.full(shape, value, dtype=dtype, device=first.device))
-    pool += plan.numbers
-    if plan.scratch:
-        with_scratch(_run, plan.launches, pool)
+    made, values, launches, results, scratch = plan
+    pool = (
+        *tensors,
+        *[torch.empty_like(x) if value is None else torch.full_like(x, value) for x, value in made],
+        *values,
+    )
+    if scratch:
+        with_scratch(_run, launches, pool)
     else:
-        _run(plan.launches, pool)
-    return plan.results(pool)
+        _run(launches, pool)
+    return results(pool)
 
 
 def _each_time(build: Builder, site: Site, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:

@@ -11,16 +11,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import _C, Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
 
-below_autograd = torch._C._AutoDispatchBelowAutograd
+below_autograd = _C._AutoDispatchBelowAutograd
 
 
 def watched() -> bool:
     """Whether calls of ops are recorded or rewritten now: tracing, fake tensors, functional transforms."""
     return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or torch.autograd.forward_ad._current_level >= 0
+        _C._len_torch_dispatch_stack() > 0 or _C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     )
 
 
@@ -28,21 +29,23 @@ def observed() -> bool:
     """Whether torch's dispatcher has more to do for a call than to find the op's kernel."""
     return (
         torch.compiler.is_compiling()
-        or watched()
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._is_any_autocast_enabled()
-        or torch._C._autograd._profiler_enabled()
-        or torch._C._get_tracing_state() is not None
+        or _C._len_torch_dispatch_stack() > 0
+        or _C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or _C._len_torch_function_stack() > 0
+        or _C._is_any_autocast_enabled()
+        or _C._autograd._profiler_enabled()
+        or _C._get_tracing_state() is not None
     )
 
 
-_PLAIN = (type(None), int, bool, float, str)
-_TENSORS = {torch.Tensor, torch.nn.Parameter}
+_PLAIN = (int, bool, float, str)
+_TENSORS = {Tensor, Parameter}
 
 
 def all_plain(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether none is of a subclass, which may dispatch by itself."""
-    return _TENSORS.issuperset(map(type, tensors))
+    """Whether none is of a subclass, which may dispatch by itself, or a view of the negative of its memory."""
+    return _TENSORS.issuperset(map(type, tensors)) and not any(map(Tensor.is_neg, tensors))
 
 
 def _quick(kernel: Callable[..., Any], autograd: Callable[..., Any], num_looked_at: int) -> Callable[..., Any]:
@@ -54,9 +57,11 @@ def _quick(kernel: Callable[..., Any], autograd: Callable[..., Any], num_looked_
     def call(*arguments: Any) -> Any:
         enabled = torch.is_grad_enabled()
         for x in arguments[:num_looked_at]:
+            if x is None:
+                continue
             kind = type(x)
-            if kind is torch.Tensor or kind is torch.nn.Parameter:
-                if enabled and x.requires_grad:
+            if kind is Tensor or kind is Parameter:
+                if (enabled and x.requires_grad) or x.is_neg():
                     return autograd(*arguments)
             elif kind not in _PLAIN:  # a list, or a subclass of Tensor, which may dispatch by itself
                 return autograd(*arguments)
@@ -70,7 +75,8 @@ def _direct(
 ) -> Callable[..., Any]:  # fmt: skip
     """`op`, without torch's dispatcher in a plain eager call: 7 us of host time for 3 arguments, 17 for 15.
 
-    Positional arguments, tensors without a subclass on a device; all else, such as lists, goes to `op` itself.
+    Positional arguments, the first a tensor, and tensors without a subclass, all on one device; all else, such as
+    lists, goes to `op` itself. So does a view whose memory holds the negative of its values.
     """
 
     def call(*arguments: Any, **keywords: Any) -> Any:
@@ -78,13 +84,17 @@ def _direct(
             return op(*arguments, **keywords)
         enabled, wanted = torch.is_grad_enabled(), False
         for x in arguments[:num_looked_at]:
+            if x is None:
+                continue
             kind = type(x)
-            if kind is torch.Tensor or kind is torch.nn.Parameter:
-                if x.is_meta:
+            if kind is Tensor or kind is Parameter:
+                if x.is_neg():
                     return op(*arguments)
                 wanted = wanted or (enabled and x.requires_grad)
             elif kind not in _PLAIN:
                 return op(*arguments)
+        if arguments[0].is_meta:
+            return op(*arguments)
         if not wanted:
             return kernel(*arguments)
         return op(*arguments) if autograd is None else autograd(*arguments)
@@ -92,16 +102,14 @@ def _direct(
     return call
 
 
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
-    torch._C.DispatchKey.AutocastCUDA
-)
+_AUTOCAST = _C.DispatchKeySet(_C.DispatchKey.AutocastCPU) | _C.DispatchKeySet(_C.DispatchKey.AutocastCUDA)
 
 
 def _without_autocast(op: Callable[..., Any]) -> Callable[..., Any]:
     """`op` as it is outside of torch.autocast: its dtypes are those of its arguments, in the kernel too."""
 
     def call(*arguments: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        with _C._ExcludeDispatchKeyGuard(_AUTOCAST):
             return op(*arguments)
 
     return call

@@ -141,7 +141,8 @@ def test_layouts_options_and_cards_have_plans_of_their_own():
         assert plan(x, x) == plan(x, x) == 1
         assert plan(x, odd) == 2 and plan(odd, x) == 3  # address
         assert plan(x, x.to(torch.float16)) == 4  # dtype
-        assert plan(x, x, scale=1.0) == 5 and plan(x, x, scale=1) == 6
+        assert plan(x, x, scale=1.0) == plan(x, x, scale=1) == 5  # equal numbers
+        assert plan(x, x, scale=2.0) == 6
         # A copy is made in each call; its address is not that of the tensor that it was made from.
         assert plan(x, wide) == plan(x, wide) == 7
         copied, strided = kernel.seen[-1][1], kernel.seen[-1][3]
