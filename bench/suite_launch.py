@@ -2,12 +2,15 @@
 
 Beside each op the floor that it is measured against: a bare launch of a kernel of one pointer, then an empty op that
 is registered the same way (an autograd.Function of its own) and called by torch's dispatcher, once each way: an op
-that takes the shorter way (registration.py) may come out below it. Tensors are so small that the device waits for
-the host. A block of calls is one sample.
+that takes the shorter way (registration.py) may come out below it. Forward alone the empty op has one input; with
+backward as many as the op has gradients, and makes as many. "autograd" is the part of it that is torch's own: a
+Function that does nothing, and torch.autograd.grad. Tensors are so small that the device waits for the host. A block
+of calls is one sample.
 
 Without a card the launch is stubbed at its last step: CPU tensors go through the same Python, triton's own included,
-up to the compiled kernel, whose call does nothing (no driver, no scratch for descriptors, nothing compiled). That is
-no time of a card: it compares versions of this code on one machine, and says so in its note.
+up to the compiled kernel, whose call does nothing (no driver, no scratch for descriptors, nothing compiled). A
+product by torch is a bare launch there. That is no time of a card: it compares versions of this code on one machine,
+and says so in its note.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from triton.compiler import CompiledKernel
 from plait import kernels
 from plait.bench.spec import Case, CaseResult, Measured, Options, Suite, WrongResultError
 from plait.bench.timer import interleave
-from plait.kernels import launch, matmul_launch, registration
+from plait.kernels import launch, loss_chunks, matmul_launch, registration
 
 CALLS = 20  # in a block
 TOLERANCE = 4e-2  # bf16 on the card beside bf16 on the CPU, as a share of the largest entry
@@ -42,24 +45,51 @@ def _bare_kernel(x_ptr):
     tl.store(x_ptr, 0.0)
 
 
-class _Empty(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        with registration.below_autograd():
-            out: Tensor = _empty_op()(x)
-        ctx.save_for_backward(x)
-        return out
+class _Alone(torch.autograd.Function):
+    """Nothing but torch's own part: a node with as many inputs and gradients."""
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> Tensor:
-        out: Tensor = _empty_op()(dout)
-        return out
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        return torch.empty_like(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        return ctx.saved_tensors
 
 
 @functools.cache
-def _empty_op() -> Any:
-    registration.register("bench_empty(Tensor x) -> Tensor", torch.empty_like, torch.empty_like, _Empty.apply)
-    return torch.ops.plait.bench_empty.default  # by torch's dispatcher, which the ops of plait.kernels may skip
+def _empty_op(num_inputs: int) -> Any:
+    """An op of so many tensors that gives one like the first, and whose gradient is an op of the same kind."""
+    tensors = ", ".join([f"Tensor x{i}" for i in range(num_inputs)])
+    kinds = ", ".join(["Tensor"] * num_inputs)
+
+    def gradients(dout: Tensor, *inputs: Tensor) -> Any:
+        found = tuple([torch.empty_like(x) for x in inputs])
+        return found if num_inputs > 1 else found[0]
+
+    class Empty(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+            with registration.below_autograd():
+                out: Tensor = op(*inputs)
+            ctx.save_for_backward(*inputs)
+            return out
+
+        @staticmethod
+        @registration.once_differentiable
+        def backward(ctx: Any, dout: Tensor) -> Any:
+            return grad(dout, *ctx.saved_tensors)
+
+    def first_like(x: Tensor, *others: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    name = f"bench_empty_{num_inputs}"
+    registration.register(f"{name}({tensors}) -> Tensor", first_like, first_like, Empty.apply)
+    registration.register(f"{name}_grad(Tensor dout, {tensors}) -> ({kinds})", gradients, gradients)
+    # By torch's dispatcher, which the ops of plait.kernels may skip.
+    op, grad = (getattr(torch.ops.plait, n).default for n in (name, f"{name}_grad"))
+    return op
 
 
 Call = tuple[Callable[..., Any], list[Tensor]]  # an op and the tensors it is called with
@@ -174,37 +204,27 @@ def stubbed() -> Iterator[_NoDriver]:
         mock.patch("triton.compiler.compile", lambda *args, **more: _Unlaunched()),
         mock.patch.object(launch, "INTERPRETED", True),  # what sends CPU tensors to Triton, ...
         mock.patch.object(matmul_launch, "INTERPRETED", True),  # ... and products that torch may do on a card
+        mock.patch.object(loss_chunks, "multiply", lambda a, b, out: _bare_kernel[(1,)](out)),  # always torch's
     ):
         yield driver
 
 
 def providers(name: str, backward: bool, device: str) -> dict[str, Callable[[], object]]:
-    """One call of each: the op, the empty op, a bare launch, and the last two in turn, once each way."""
+    """One call of each: the op, the empty op, with backward torch's own part of that, a bare launch, and floor: empty
+    op and bare launch in turn, once each way."""
     op, inputs = ops(device)[name]
-    x = _normal(device, 64, 256)
-    empty = _empty_op()
-    if not backward:
-
-        def ours() -> object:
-            return op(*inputs)
-
-        def nothing() -> object:
-            return empty(x)
-    else:
-        for value in (*inputs, x):
-            value.requires_grad_()
-        out = op(*inputs)
-        dout = torch.ones_like(out[0] if isinstance(out, tuple) else out)
-        grad_x = torch.ones_like(x)
-
-        def ours() -> object:
-            out = op(*inputs)
-            return torch.autograd.grad(out[0] if isinstance(out, tuple) else out, inputs, dout)
-
-        def nothing() -> object:
-            return torch.autograd.grad(empty(x), x, grad_x)
-
     target = torch.empty(16, device=device)
+    found: dict[str, Callable[[], object]] = {}
+    if backward:
+        for value in inputs:
+            value.requires_grad_()
+        found["plait"] = _both_ways(op, inputs)
+        found["empty op"] = _both_ways(_empty_op(len(inputs)), inputs)
+        found["autograd"] = _both_ways(_Alone.apply, inputs)
+    else:
+        x = _normal(device, 64, 256)
+        found["plait"] = functools.partial(op, *inputs)
+        found["empty op"] = functools.partial(_empty_op(1), x)
 
     def bare() -> None:
         for _ in range(1 + backward):
@@ -212,9 +232,22 @@ def providers(name: str, backward: bool, device: str) -> dict[str, Callable[[], 
 
     def floor() -> None:
         bare()
-        nothing()
+        found["empty op"]()
 
-    return {"plait": ours, "empty op": nothing, "bare launch": bare, "floor": floor}
+    return found | {"bare launch": bare, "floor": floor}
+
+
+def _both_ways(op: Callable[..., Any], inputs: list[Tensor]) -> Callable[[], object]:
+    def first(out: Any) -> Tensor:
+        result: Tensor = out[0] if isinstance(out, tuple) else out
+        return result
+
+    dout = torch.ones_like(first(op(*inputs)))
+
+    def call() -> object:
+        return torch.autograd.grad(first(op(*inputs)), inputs, dout)
+
+    return call
 
 
 def measure(case: Case, options: Options) -> CaseResult:
@@ -274,7 +307,7 @@ def _result(case: Case, samples: dict[str, list[float]], check: str, launches: i
     above = (min(samples["plait"]) - min(samples["floor"])) * 1e6
     measured["plait"].figures |= {"us above the floor (min)": above}
     if launches:
-        measured["plait"].figures["launches"] = launches
+        measured["plait"].figures |= {"launches": launches, "us above the floor, a launch": above / launches}
     how = (
         "host wall clock on a card"
         if case.params["device"] == "cuda"

@@ -131,7 +131,7 @@ def token_loss(
     num_classes: int, label_smoothing: float = 0.0, z_loss: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
     """The loss per token of `merge_stats`; 0 where `counts` is False."""
-    loss = lse - (1.0 - label_smoothing) * hit
+    loss = lse - ((1.0 - label_smoothing) * hit if label_smoothing else hit)
     if label_smoothing:
         loss = loss - (label_smoothing / num_classes) * total
     if z_loss:

@@ -153,12 +153,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, target, ignore_index, terms, all_reduce, home):
-        stats = _stats(x, weight, target, terms["vocab_start"], terms["softcap"])
-        lse, hit, total = merge_stats(stats, all_reduce)
-        counts = target != ignore_index
+        loss, lse, counts = _losses(x, weight, target, ignore_index, terms, all_reduce)
         ctx.save_for_backward(x, weight, target, lse, counts)
         ctx.terms, ctx.home = terms, home  # others add into home meanwhile, which a saved tensor would not bear
-        return _token_loss((lse, hit, total), counts, terms)
+        return loss
 
     @staticmethod
     @once_differentiable
@@ -227,6 +225,14 @@ class _LinearCrossEntropyOnce(torch.autograd.Function):
         )  # fmt: skip
 
 
+def _losses(x, weight, target, ignore_index, terms, all_reduce):
+    """(losses per token, lse, what counts)."""
+    stats = _stats(x, weight, target, terms["vocab_start"], terms["softcap"])
+    lse, hit, total = merge_stats(stats, all_reduce)
+    counts = target != ignore_index
+    return _token_loss((lse, hit, total), counts, terms), lse, counts
+
+
 def _late(ctx, x, weight, target, lse, dloss, need_dx, need_dweight):
     """(dx, dweight) of a backward that makes the logits again; dweight is None where ctx.home has taken it."""
     if need_dweight and ctx.home is None:
@@ -283,6 +289,10 @@ def _looked_at(value: torch.Tensor) -> bool:
     return value.device.type == "cpu" and type(value) is torch.Tensor and not watched()
 
 
+def _wants_gradient(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+
+
 def _in_forward(
     grad_in_forward: bool | None, x: torch.Tensor, weight: torch.Tensor, reduction: str, local: bool,
     weight_grad_out: torch.Tensor | None, loss_grad: float | torch.Tensor | None,
@@ -303,7 +313,7 @@ def _in_forward(
     )
     if weight_grad_out is not None:
         _check_out(op, "weight_grad_out", weight_grad_out, weight)
-    if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
+    if not _wants_gradient(x, weight):
         return False
     if grad_in_forward is None:
         whole = local and weight_grad_out is None and x.dtype is not torch.float16
@@ -365,7 +375,9 @@ def linear_cross_entropy(
     )
     if debug:
         check_targets("linear_cross_entropy", target, num_classes, ignore_index)
-    flat, rows = target.reshape(-1), x.reshape(-1, x.shape[-1])
+    flat, rows = target, x
+    if target.dim() != 1:
+        flat, rows = target.reshape(-1), x.reshape(-1, x.shape[-1])
     terms = dict(
         vocab_start=vocab_start, num_classes=num_classes, label_smoothing=label_smoothing, z_loss=z_loss,
         softcap=softcap,
@@ -375,5 +387,9 @@ def linear_cross_entropy(
         return _LinearCrossEntropyOnce.apply(
             rows, weight, flat, weights, ignore_index, terms, reduction, all_reduce, weight_grad_out, loss_grad
         )
-    loss = _LinearCrossEntropy.apply(rows, weight, flat, ignore_index, terms, all_reduce, weight_grad_out)
-    return reduce_losses(loss.view(target.shape), target != ignore_index, weight_per_token, reduction)
+    if torch.compiler.is_compiling() or watched() or _wants_gradient(x, weight):
+        loss = _LinearCrossEntropy.apply(rows, weight, flat, ignore_index, terms, all_reduce, weight_grad_out)
+    else:
+        loss, _, _ = _losses(rows, weight, flat, ignore_index, terms, all_reduce)
+    loss = loss if flat is target else loss.view(target.shape)
+    return reduce_losses(loss, target != ignore_index, weight_per_token, reduction)

@@ -17,6 +17,7 @@ from plait.kernels.entropy import capped, merge_stats, plain_grad, plain_stats
 from plait.kernels.launch import compute_dtype, use_triton
 from plait.kernels.loss_triton import grad_launch, stats_launch
 from plait.kernels.matmul import wgrad_into
+from plait.kernels.plans import Built, Site, planned
 
 # Statistics [4, n] of a shard -> (lse, target logit, logit sum), each [n], of the whole vocabulary.
 Merge = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -77,11 +78,38 @@ def _logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.mm(x.to(dtype), weight.to(dtype).t())
 
 
-def _logits_into(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """`_logits` into `out`, which is returned; on a GPU the product of 16-bit inputs is written in fp32."""
-    if x.is_cuda and x.dtype != out.dtype:
-        return torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
-    return torch.mm(x.to(out.dtype), weight.to(out.dtype).t(), out=out)
+def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """a @ b into `out`; on a GPU the product of 16-bit inputs may be written in fp32."""
+    if a.dtype == out.dtype:
+        torch.mm(a, b, out=out)
+    elif a.is_cuda:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
+
+
+def _build_stats(
+    site: Site, s: torch.Tensor, target: torch.Tensor, stats: torch.Tensor, vocab_start: int, softcap: float
+) -> Built:
+    return Built((), [stats_launch(s, target, vocab_start, softcap, stats)])
+
+
+def _build_grad(
+    site: Site, s: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, dloss: torch.Tensor, grad: torch.Tensor,
+    vocab_start: int, num_classes: int, label_smoothing: float, z_loss: float, softcap: float,
+) -> Built:  # fmt: skip
+    options = (vocab_start, num_classes, label_smoothing, z_loss, softcap)
+    return Built((), [grad_launch(s, target, lse, dloss, *options, grad)])
+
+
+def _rows(x: torch.Tensor, rows: slice) -> torch.Tensor:
+    """x[rows]; `x` itself, without a call into torch, where that is all of it."""
+    return x if rows.stop - rows.start == x.shape[0] else x[rows]
+
+
+def _cols(x: torch.Tensor, cols: slice) -> torch.Tensor:
+    """x[:, cols], as `_rows`."""
+    return x if cols.stop - cols.start == x.shape[1] else x[:, cols]
 
 
 def _chunk_like(
@@ -89,7 +117,7 @@ def _chunk_like(
 ) -> torch.Tensor:
     """Room for the logits of the longest chunk, [n, V_local]."""
     longest = chunks[0].stop if chunks else 0
-    return x.new_empty((longest, -(-num_local // aligned) * aligned), dtype=dtype)[:, :num_local]
+    return _cols(x.new_empty((longest, -(-num_local // aligned) * aligned), dtype=dtype), slice(0, num_local))
 
 
 def head_stats(
@@ -104,8 +132,9 @@ def head_stats(
         chunks = _chunks(x.shape[0], weight.shape[0], x.shape[1], x.is_cuda)
         room = _chunk_like(x, chunks, weight.shape[0], stats.dtype)
         for rows in chunks:
-            s = _logits_into(x[rows], weight, room[: rows.stop - rows.start])
-            stats_launch(s, target[rows], vocab_start, softcap, stats[:, rows]).run()
+            s = _rows(room, slice(0, rows.stop - rows.start))
+            multiply(_rows(x, rows), weight.t(), s)
+            planned(_build_stats, (s, _rows(target, rows), _cols(stats, rows)), vocab_start, softcap)
     else:
         for rows in _chunks(x.shape[0], weight.shape[0]):
             s = capped(_logits(x[rows], weight), softcap)
@@ -142,10 +171,11 @@ def _grad_chunks(
     room = _chunk_like(x, chunks, weight.shape[0], lse.dtype)
     narrow = room if x.dtype == lse.dtype else _chunk_like(x, chunks, weight.shape[0], x.dtype)
     for rows in chunks:
-        s, grad = room[: rows.stop - rows.start], narrow[: rows.stop - rows.start]
-        _logits_into(x[rows], weight, s)
-        grad_launch(s, target[rows], lse[rows], dloss[rows], *options, grad).run()
-        _add_gradients(x[rows], weight, grad, None if dx is None else dx[rows], dweight)
+        part = slice(0, rows.stop - rows.start)
+        s, grad, inputs = _rows(room, part), _rows(narrow, part), _rows(x, rows)
+        multiply(inputs, weight.t(), s)
+        planned(_build_grad, (s, _rows(target, rows), _rows(lse, rows), _rows(dloss, rows), grad), *options)
+        _add_gradients(inputs, weight, grad, None if dx is None else _rows(dx, rows), dweight)
 
 
 def head_grad_new(
@@ -169,10 +199,10 @@ def head_grad_new(
     for part in slices:
         s, grad = (room[:, : part.stop - part.start] for room in rooms)
         shard = weight[part]
-        _logits_into(x, shard, s)
+        multiply(x, shard.t(), s)
         here = (vocab_start + part.start, *options[1:])
         if use_triton(x):
-            grad_launch(s, target, lse, dloss, *here, grad).run()
+            planned(_build_grad, (s, target, lse, dloss, grad), *here)
         else:
             grad.copy_(plain_grad(capped(s, softcap), target, lse, dloss, *here))
         wgrad_into(x, grad, dweight[part], False)
@@ -211,16 +241,17 @@ def head_once(
     product_weight = weight if triton else weight.to(wide)
     for rows in chunks:
         part = slice(0, rows.stop - rows.start)
+        inputs, targets = _rows(x, rows), _rows(target, rows)
         if not num_local:  # a shard without rows takes part in the exchanges
-            stats = head_stats(x[rows], weight, target[rows], vocab_start, softcap)
+            stats = head_stats(inputs, weight, targets, vocab_start, softcap)
             merged[:, rows] = torch.stack((merge or merge_stats)(stats))
             continue
-        s, grad = room[part], narrow[part]
-        _logits_into(x[rows], product_weight, s)
+        s, grad = _rows(room, part), _rows(narrow, part)
+        multiply(inputs, product_weight.t(), s)
         make_grad = _once_triton if triton else _once_plain
-        make_grad(s, target[rows], dloss[rows], merged[:, rows], options, merge, grad)
+        make_grad(s, targets, _rows(dloss, rows), _cols(merged, rows), options, merge, grad)
         added = out is not None or rows.start > 0
-        _add_gradients(x[rows], weight, grad, dx[rows] if need_dx else None, home, added)
+        _add_gradients(inputs, weight, grad, _rows(dx, rows) if need_dx else None, home, added)
     return merged, dx, dweight
 
 
@@ -229,10 +260,10 @@ def _once_triton(
     options: tuple[int, int, float, float, float], merge: Merge | None, grad: torch.Tensor,
 ) -> None:  # fmt: skip
     """Logits s[n, V_local] -> merged [3, n] and grad, which may be `s`."""
-    stats = s.new_empty(4, s.shape[0])
-    stats_launch(s, target, options[0], options[-1], stats).run()
+    stats = torch.empty((4, s.shape[0]), dtype=s.dtype, device=s.device)
+    planned(_build_stats, (s, target, stats), options[0], options[-1])
     torch.stack((merge or merge_stats)(stats), out=merged)
-    grad_launch(s, target, merged[0], dloss, *options, grad).run()
+    planned(_build_grad, (s, target, merged[0], dloss, grad), *options)
 
 
 def _once_plain(
@@ -254,9 +285,9 @@ def _add_gradients(
     """Writes dx and adds into dweight those of a chunk's logits, `grad` [n, V_local]. Without `accumulate` the
     kernels overwrite dweight, which plain torch finds zero.
     """
-    narrow = grad.to(x.dtype)
+    narrow = grad if grad.dtype is x.dtype else grad.to(x.dtype)
     if dx is not None:
-        torch.mm(narrow, weight, out=dx)
+        multiply(narrow, weight, dx)
     if dweight is not None and use_triton(x):
         wgrad_into(x, narrow, dweight, accumulate)
     elif dweight is not None and dweight.dtype == x.dtype:
