@@ -54,6 +54,14 @@ def rows_of(result: CaseResult) -> list[Row]:
     return rows
 
 
+def line_of(result: CaseResult) -> str:
+    """Returns the medians of a case in one line, ours first: what a run shows while the others are to come."""
+    return ", ".join(
+        f"{name} {median(one.samples_s) * 1e6:.1f} us" if one.samples_s and not one.invalid else f"{name} -"
+        for name, one in sorted(result.providers.items(), key=lambda item: item[0] != result.ours)
+    )
+
+
 def rate_of(result: CaseResult, seconds: float) -> str:
     """Returns GFLOP/s or GB/s by the case's own formula, '-' where it has none."""
     if result.case.flop:

@@ -40,7 +40,7 @@ def measured(suite: Suite, case: Case, options: Options, roof: Roof | None = Non
 def run_here(suite: Suite, options: Options, only: str, roof: Roof | None = None) -> tuple[list[CaseResult], int]:
     """Measures the suite's cases whose name contains `only`; returns them and the worst of their exit codes.
 
-    Shows on stderr where it is. ValueError when there is no such case.
+    Shows on stderr where it is and, of several cases, what each took. ValueError when there is no such case.
     """
     cases = [case for case in suite.cases(options.full) if only in case.name]
     if not cases:
@@ -59,6 +59,8 @@ def run_here(suite: Suite, options: Options, only: str, roof: Roof | None = None
         if code:
             text = result.error or "; ".join(m.invalid for m in result.providers.values() if m.invalid)
             print(f"plait bench: {case.name}: {text}", file=sys.stderr, flush=True)
+        elif len(cases) > 1:
+            print(f"  {case.name}: {report.line_of(result)}", file=sys.stderr, flush=True)
         results.append(result)
         worst = max(worst, code)
     return results, worst

@@ -28,11 +28,14 @@ class Peer(NamedTuple):
     source: tuple[str, ...]
     call: PeerSide
     note: str = ""
+    least: int = 0  # rows under which its bytes do not grow in proportion
 
 
 class StaticCase(NamedTuple):
     """One op at one shape. `rows` are those of the table; the interpreter counts `counted` rows and twice as many,
-    0: formulas alone. bytes_needed: each input and output once. elements: of the output."""
+    0: formulas alone. bytes_needed: each input and output once. elements: of the output. programs: of ours that
+    share the rows, each with a partial sum; peers have one a multiprocessor. 0: rows are not shared.
+    """
 
     name: str
     rows: int
@@ -45,6 +48,7 @@ class StaticCase(NamedTuple):
     flop: float = 0.0  # of the algorithm that both run
     flop_peer: float = 0.0  # where it differs
     note: str = ""
+    programs: int = 0
 
 
 def named(*names: str) -> Callable[[str], list[Launch]]:

@@ -26,6 +26,7 @@ from plait.bench.static_case import (
 )
 from plait.bench.static_products import attention_cases, loss_cases, matmul_case
 from plait.kernels import embed, gated, layernorm, rmsnorm
+from plait.kernels.norm_rows import num_partials
 
 
 def norm_inputs(rows: int) -> SimpleNamespace:
@@ -90,12 +91,14 @@ def norm_cases() -> list[StaticCase]:
             peers = {"liger": Peer((module,), liger(op, backward))}
             if op == "layer_norm":
                 source = ("05-layer-norm.py", "LayerNorm")
-                peers["tutorial"] = Peer(source, tutorial(backward), "sums under a lock" if backward else "")
+                # Backward: 128 rows of partial sums under locks, which the first 128 rows write and others read too.
+                under_lock = ("sums under a lock", 256) if backward else ()
+                peers["tutorial"] = Peer(source, tutorial(backward), *under_lock)
             needed = 2.0 * COLS * 8192 * streams[op][backward]
             name = f"{op} {side} [8192, {COLS}]"
             launches = named(f"{op}.{side}.{COLS}")
-            counted = 264 if backward else 2  # our backward has 264 programs, theirs one a multiprocessor
-            result.append(StaticCase(name, 8192, 8192 * COLS, launches, ours(op, backward), peers, counted, needed))
+            case = StaticCase(name, 8192, 8192 * COLS, launches, ours(op, backward), peers, 2, needed)
+            result.append(case._replace(counted=8, programs=num_partials(8192, COLS)) if backward else case)
     return result
 
 

@@ -49,14 +49,12 @@ class _SayCuda(TorchFunctionMode):
 class _Driver:
     """As much of triton's driver as launchers ask for."""
 
-    utils = SimpleNamespace(
-        get_device_properties=lambda device: {
-            "multiprocessor_count": MULTIPROCESSORS, "max_num_regs": 65536, "max_shared_mem": 232448, "warpSize": 32
-        }
-    )  # fmt: skip
-
-    def __init__(self, arch: int) -> None:
+    def __init__(self, arch: int, multiprocessors: int) -> None:
         self.target = GPUTarget("cuda", arch, 32)
+        limits = {"max_num_regs": 65536, "max_shared_mem": 232448, "warpSize": 32}
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: limits | {"multiprocessor_count": multiprocessors}
+        )
 
     def get_current_target(self) -> GPUTarget:
         return self.target
@@ -69,9 +67,9 @@ class _Driver:
 
 
 @contextlib.contextmanager
-def pretend_card(arch: int = 90) -> Iterator[None]:
-    """Within it, torch and triton answer as on an H200: for launchers whose choices depend on it."""
-    properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS, name="NVIDIA H200", major=arch // 10)
+def pretend_card(arch: int = 90, multiprocessors: int = MULTIPROCESSORS) -> Iterator[None]:
+    """Within it, torch and triton answer as on an H200, of so many multiprocessors: for launchers that ask."""
+    properties = SimpleNamespace(multi_processor_count=multiprocessors, name="NVIDIA H200", major=arch // 10)
     driver = triton.runtime.driver
     with contextlib.ExitStack() as stack:
         for name, value in (
@@ -80,7 +78,7 @@ def pretend_card(arch: int = 90) -> Iterator[None]:
             ("device", lambda *args: contextlib.nullcontext()),
         ):
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
-        stack.enter_context(mock.patch.object(driver, "_active", _Driver(arch)))
+        stack.enter_context(mock.patch.object(driver, "_active", _Driver(arch, multiprocessors)))
         stack.enter_context(_SayCuda())
         yield
 

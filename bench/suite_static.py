@@ -19,7 +19,7 @@ from plait.bench.providers import NOT_ASKED, left_out
 from plait.bench.spec import Case, CaseResult, Measured, Options, Suite
 from plait.bench.static_case import Peer, StaticCase
 from plait.bench.static_cases import all_cases
-from plait.bench.static_counts import find, in_child
+from plait.bench.static_counts import Counts, find
 from plait.bench.static_peers import best, record
 from plait.kernels.gate import access_bytes, narrow_accesses, resident_warps
 from plait.kernels.inspect import Facts, compile_offline, parse_arch
@@ -89,9 +89,9 @@ def peer_side(case: StaticCase, peer: Peer, module: Any) -> Side:
 
 
 @functools.cache
-def counts(tutorials: str, names: tuple[str, ...]) -> dict[str, dict[str, float | str]]:
-    """The bytes of these cases, from one child process."""
-    return in_child(list(names), tutorials)
+def counts(tutorials: str, names: tuple[str, ...]) -> Counts:
+    """The bytes of these cases, by one child process that counts while this one compiles."""
+    return Counts(list(names), tutorials)
 
 
 def cases(full: bool) -> list[Case]:
@@ -111,7 +111,7 @@ def measure(case: Case, options: Options) -> CaseResult:
     """Compiles both sides, takes their bytes from the counts; skips peers that are not there, with the reason."""
     static = next(each for each in all_cases() if each.name == case.name)
     together = tuple(each.name for each in all_cases() if each.counted) if options.full else (case.name,)
-    counted = counts(options.tutorials, together).get(case.name, {}) if static.counted else {}
+    counted = counts(options.tutorials, together).of(case.name) if static.counted else {}
     tutorials = Path(options.tutorials) if options.tutorials else None
     own = counted.get("plait", static.bytes_needed)
     if isinstance(own, str):

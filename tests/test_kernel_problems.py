@@ -130,4 +130,9 @@ def test_cases_past_the_budget_are_not_measured_and_say_so(monkeypatch, capsys):
     results, code = runner.run_here(suite, Options(budget_s=10.0), "")
     assert seen == [5.0] and code == 1  # half of it for the first of two
     assert results[1].error == "not measured: the budget of 10 s is spent"
-    assert "b: not measured" in capsys.readouterr().err
+    assert capsys.readouterr().err.splitlines() == [
+        "[0/2] s: a",
+        "  a: plait 1000000.0 us",
+        "[1/2] s: b",
+        "plait bench: b: not measured: the budget of 10 s is spent",
+    ]

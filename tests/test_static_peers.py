@@ -212,7 +212,30 @@ def test_a_case_without_peers_is_measured_alone(monkeypatch):
 @needs_interpreter
 def test_bytes_are_extrapolated_to_the_rows_of_the_case():
     case = next(case for case in all_cases() if case.name.startswith("swiglu forward"))
-    assert static_counts.bytes_at(case.ours, case) == case.bytes_needed
+    assert static_counts.our_bytes(case) == case.bytes_needed
+
+
+@interpret
+@needs_interpreter
+def test_partial_gradients_are_counted_of_few_programs():
+    case = next(case for case in all_cases() if case.name.startswith("rms_norm backward"))
+    cols, rows = 4096, case.rows
+    # x, dy, dx in 16 bits and rstd; weight and its gradient; sums of 256 programs, and theirs, written and read.
+    formula = rows * (cols * 2 * 3 + 4) + 2 * cols * 2 + (256 + 1) * cols * 4 * 2
+    assert case.programs == 256 and static_counts.our_bytes(case) == formula
+
+
+def test_what_grows_with_rows_and_programs_is_extrapolated():
+    seen = []
+
+    def bytes_at(rows: int, programs: int) -> float:
+        seen.append((rows, programs))
+        return 100 + 7 * rows + 30 * programs
+
+    case = CASE._replace(rows=1000, counted=8)
+    assert static_counts.extrapolated(bytes_at, case, 0, 256) == 100 + 7000 + 30 * 256
+    assert static_counts.extrapolated(bytes_at, case, 64, 0) == 100 + 7000
+    assert seen == [(8, 4), (16, 4), (16, 8), (64, 0), (72, 0)]
 
 
 @interpret
@@ -230,6 +253,42 @@ def test_a_peer_that_converts_its_numbers_is_counted(tmp_path):
     assert static_counts.peer_bytes(peer, module, case) == 8 * 1000 + 4
 
 
+LOCKED = """
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _locked(lock_ptr, out_ptr):
+    while tl.atomic_cas(lock_ptr, 0, 1) == 1:
+        pass
+    tl.store(out_ptr + tl.program_id(0), tl.load(lock_ptr + 1))
+    tl.atomic_xchg(lock_ptr + 1, 1)
+    tl.atomic_xchg(lock_ptr, 0)
+
+
+def locked(out):
+    _locked[(out.numel(),)](torch.zeros(2, dtype=torch.int32), out)
+"""
+
+
+@interpret
+@needs_interpreter
+def test_a_peer_that_waits_for_a_lock_is_counted(tmp_path):
+    (tmp_path / "02-lock.py").write_text(LOCKED)
+    module, out = tutorial(tmp_path, "02-lock.py", "locked"), torch.zeros(4, dtype=torch.int32)
+    with static_counts.lenient_interpreter():
+        module.locked(out)
+    assert out.tolist() == [0, 1, 1, 1]
+
+
+def test_a_child_counts_one_case_after_the_other():
+    names = [case.name for case in all_cases() if case.name.startswith("swiglu")]
+    counts = static_counts.Counts(names, "")
+    assert [counts.of(name)["plait"] for name in reversed(names)] == [1174405120, 704643072]
+
+
 def test_a_child_that_fails_says_why():
     with pytest.raises(RuntimeError, match="KeyError: 'no such case'"):
-        static_counts.in_child(["no such case"], "")
+        static_counts.Counts(["no such case"], "").of("no such case")
