@@ -80,7 +80,8 @@ def our_side(case: StaticCase) -> Side:
 
 def peer_side(case: StaticCase, peer: Peer, module: Any) -> Side:
     """What the peer launches, compiled; a side of no kernels where it launches none."""
-    rows = 2 * case.counted if case.counted else case.rows
+    # Rows that programs share are an argument of the kernel: of few, it would be compiled for one.
+    rows = 2 * case.counted if case.counted and not case.programs else case.rows
     if case.name.startswith("linear cross entropy"):
         rows = 2
     found = record(peer.call(module, rows), parse_arch(ARCH))

@@ -205,6 +205,14 @@ def test_a_case_without_peers_is_measured_alone(monkeypatch):
     assert result.providers["plait"].samples_s == [1e6 / 4.8e12]
 
 
+def test_a_peer_is_compiled_for_the_rows_of_the_case():
+    seen = []
+    peer = Peer(("p",), lambda module, rows: partial(seen.append, rows))
+    suite_static.peer_side(CASE._replace(rows=1000, counted=8), peer, None)
+    suite_static.peer_side(CASE._replace(rows=1000, counted=8, programs=256), peer, None)
+    assert seen == [16, 1000]  # programs that share rows have as many as in the case
+
+
 # ---- counting -----------------------------------------------------------------------------------------------------
 
 
