@@ -121,19 +121,19 @@ def fake_trials(
     processes: int,
     seed: int,
     rounds: int = 20,
+    models: Sequence[str] = tuple(NOISE_MODELS),
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Tally]:
     """Returns one tally a noise model, of so many suites of so many cases each."""
-    tallies = []
     names = [f"case {index}" for index in range(cases)]
-    for place, (model, noise) in enumerate(NOISE_MODELS.items()):
-        tally = Tally(model)
-        measure = functools.partial(fake_suite, noise, processes, random.Random(f"{seed} {model}"), rounds=rounds)
+    tallies = {model: Tally(model) for model in models}
+    for place, (model, tally) in enumerate(tallies.items()):
+        draw, noise = random.Random(f"{seed} {model}"), NOISE_MODELS[model]
+        measure = functools.partial(fake_suite, noise, processes, draw, rounds=rounds)
         for trial in range(suites):
             tally.add(*confirmed(measure, names, rule))
-            progress(place * suites + trial + 1, len(NOISE_MODELS) * suites)
-        tallies.append(tally)
-    return tallies
+            progress(place * suites + trial + 1, len(tallies) * suites)
+    return list(tallies.values())
 
 
 def matmul_case(name: str, device: str, seed: int, rounds: int) -> tuple[float, float]:

@@ -53,7 +53,7 @@ class Running:
 
     def finish(self) -> tuple[int, str]:
         """Reads to the end and waits: (exit code or minus the signal, all output)."""
-        self.read_until("$^")
+        self.read_until("(?!)")  # no line: an empty one matches "$^"
         self.out.close()
         return self.wait(), "\n".join(self.lines)
 

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -24,6 +23,7 @@ from plait.bench.result_file import measured_of, read, united
 from plait.bench.spec import Case, CaseResult, Measured, Options, Suite, WrongResultError
 from plait.bench.stats import median_interval, paired_ratio
 from plait.bench.timer import check_policy, copies_for, interleave
+from tests import launchers
 
 
 class FakeClock:
@@ -160,14 +160,15 @@ def test_a_case_that_fails_takes_no_other_with_it(monkeypatch, capsys, tmp_path)
 
 def test_a_terminated_bench_leaves_no_folder(tmp_path):
     """SIGTERM while the snapshots suite holds its state on the disk."""
-    command = [sys.executable, "-P", "-m", "plait", "bench", "run", "snapshots", "--rounds", "100"]
-    process = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)}, stderr=subprocess.DEVNULL)
+    args = ["bench", "run", "snapshots", "--rounds", "100"]
+    code = f"import sys, tempfile; tempfile.tempdir = {str(tmp_path)!r}; from plait.cli import main"
+    running = launchers.program(f"{code}; sys.exit(main({args!r}))")
     deadline = time.monotonic() + 120
     while not list(tmp_path.glob("plait-bench-*/*")):
-        assert process.poll() is None and time.monotonic() < deadline, "the suite made no folder"
+        assert time.monotonic() < deadline, "the suite made no folder"
         time.sleep(0.05)
-    process.terminate()
-    assert process.wait(120) == 128 + signal.SIGTERM
+    os.kill(running.pid, signal.SIGTERM)
+    assert running.finish()[0] == 128 + signal.SIGTERM
     assert not list(tmp_path.glob("plait-bench-*"))
 
 
@@ -239,9 +240,18 @@ def test_a_process_without_a_result_is_an_error(monkeypatch, capsys):
     assert "process 0 of suite fake ended with -9 and wrote no result" in capsys.readouterr().err
 
 
-def test_processes_are_real(tmp_path, capsys):
+def test_processes_are_real(tmp_path, monkeypatch):
     args = ["run", "kernels", "--only", "geglu", "--rounds", "2", "--processes", "2", "--json", str(tmp_path)]
-    assert cli.main(args) == 0
+    pids = []
+
+    def forked(command: list[str]) -> int:  # of a process that has torch already: a fresh one, but for the imports
+        assert command[:4] == [sys.executable, "-P", "-m", "plait"]
+        running = launchers.program(f"import sys; from plait.cli import main; sys.exit(main({command[4:]!r}))")
+        pids.append(running.pid)
+        return running.finish()[0]
+
+    monkeypatch.setattr(runner, "run_child", forked)
+    assert cli.main(args) == 0 and len(set(pids)) == 2
     (case,) = read(tmp_path / "kernels.json").cases.values()
     assert [len(samples) for samples in case.providers["plait"].by_process()] == [2, 2]
 

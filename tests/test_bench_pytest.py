@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ import pytest
 from plait.bench import cli, pytest_device
 from plait.bench.pytest_json import read_any
 from plait.bench.result_file import ResultFileError
+from tests import launchers
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFTEST = (
@@ -33,11 +31,20 @@ def test_other(benchmark):
 """
 
 
-def bench(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    """pytest in a process of its own."""
-    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *args]
-    alone = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}  # it disables
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, env=alone)
+# An xdist worker's variables would switch pytest-benchmark off.
+PROGRAM = """
+import os, sys
+import pytest
+for name in [name for name in os.environ if name.startswith("PYTEST_XDIST")]:
+    del os.environ[name]
+os.chdir(FOLDER)
+sys.exit(int(pytest.main(["-q", "-p", "no:cacheprovider", *ARGS])))
+"""
+
+
+def bench(folder: Path, *args: str) -> tuple[int, str]:
+    """pytest in a process of its own: its exit code and output."""
+    return launchers.program(PROGRAM.replace("FOLDER", repr(str(folder))).replace("ARGS", repr(args))).finish()
 
 
 def test_the_timer_waits_for_the_device(monkeypatch):
@@ -56,8 +63,8 @@ def test_the_fixture_gives_its_timer_and_keeps_other_options(tmp_path):
     pytest.importorskip("pytest_benchmark", reason="extra `bench`")
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_x.py").write_text(TEST)
-    done = bench(tmp_path, "--benchmark-max-time=0.02", "--benchmark-json=a.json")
-    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
+    code, said = bench(tmp_path, "--benchmark-max-time=0.02", "--benchmark-json=a.json")
+    assert code == 0 and "2 passed" in said, said
     data = json.loads((tmp_path / "a.json").read_text())
     assert data["machine_info"]["plait"]["gpus"] == [] or data["machine_info"]["plait"]["cuda"]
     file = read_any(tmp_path / "a.json")
@@ -68,8 +75,8 @@ def test_the_fixture_gives_its_timer_and_keeps_other_options(tmp_path):
 def test_the_folder_of_the_suite_is_collected(tmp_path):
     pytest.importorskip("pytest_benchmark", reason="extra `bench`")
     args = ["bench/", "--benchmark-only", "-k", "geglu and not foreach", "--benchmark-max-time=0.05"]
-    done = bench(ROOT, *args, f"--benchmark-json={tmp_path / 'b.json'}")
-    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
+    code, said = bench(ROOT, *args, f"--benchmark-json={tmp_path / 'b.json'}")
+    assert code == 0 and "2 passed" in said, said
     names = set(read_any(tmp_path / "b.json").cases)
     assert len(names) == 2 and all("geglu" in name for name in names)
 

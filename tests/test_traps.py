@@ -1,35 +1,66 @@
 """Wrong benchmarks that fooled people, each set for this harness: it refuses it, marks it, or gets the right answer.
 
 One test per trap, named after it; TRAPS has them all, with where they come from. A trap is first shown to be there:
-the naive way of measuring falls into it on the same device. Nothing here asserts a time of this machine.
+the naive way of measuring falls into it on the same device. Then the timer's defence, and what the suite `kernels`
+itself makes of it on a simulated card (fake_card.py): a defence that nobody calls is none. Each was deleted once, and
+its test failed. Nothing here asserts a time of this machine.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from plait.bench import aa, ceilings, device, kernel_problems, peaks, suite_kernels, suite_launch
+from plait.bench import (
+    aa,
+    ceilings,
+    device,
+    gate_sides,
+    kernel_problems,
+    kernel_shapes,
+    peaks,
+    pytest_device,
+    runner,
+    suite_kernels,
+    suite_launch,
+)
 from plait.bench.compare import IncomparableError, compare
 from plait.bench.fake_device import FakeDevice, Noise
+from plait.bench.kernel_blocks import asserted, timing_of
+from plait.bench.kernel_jobs import Contender, Job, Rotation
 from plait.bench.kernel_shapes import make_case
 from plait.bench.problem import EPS, Maker, Params, Problem
+from plait.bench.report import markdown
 from plait.bench.result_file import ResultFile
 from plait.bench.runner import measured as measured_case
 from plait.bench.spec import Case, CaseResult, Measured, Options, Suite, WrongResultError
 from plait.bench.stats import paired_ratio
-from plait.bench.timer import REUSE, check_policy, copies_for, record, rounds_within, sampled, warm_up
+from plait.bench.timer import (
+    MIN_ROUNDS,
+    REUSE,
+    Condition,
+    check_policy,
+    copies_for,
+    record,
+    rounds_within,
+    sampled,
+    warm_up,
+)
 from plait.bench.verdict import Paired, Rule, Verdict, confirmed, decide
-from plait.kernels import rms_norm_ref
+from plait.kernels import inspect, rms_norm_ref
 from plait.kernels.gate import Rule as CodeRule
 from plait.kernels.gate import judge
 from plait.kernels.inspect import Facts
 from tests.cases import needs_plain
+from tests.fake_card import L2, Refuses, Replays, measure_on, medians
 
 pytestmark = needs_plain
 MIB = 1 << 20
@@ -85,7 +116,7 @@ def gpu_case(seconds: list[float], nbytes: float = 0.0, flop: float = 0.0, cache
 # ---- the device ---------------------------------------------------------------------------------------------------
 
 
-def test_trap_cold_clock():
+def test_trap_cold_clock(monkeypatch):
     naive = FakeDevice(clock_start=0.7)
     assert timed(naive, {"k": naive.kernel(1e-3)}, rounds=5)["k"][0] > 1.3e-3, "the trap is not there"
     cold = FakeDevice(clock_start=0.7)
@@ -99,9 +130,22 @@ def test_trap_cold_clock():
         restless.kernel(1e-3), sync=restless.sync, clock=restless.clock, sensor=restless.sensor, most_s=0.5
     )
     assert not warmth.steady and 0.5 < warmth.seconds < 0.6
+    # Times alone may be steady while the clock still rises, as of a kernel that waits for memory.
+    rising = (min(1000.0, 700.0 + i) for i in range(10**6))
+    steady = FakeDevice()
+    warmth = warm_up(
+        steady.kernel(1e-3), sync=steady.sync, clock=steady.clock, sensor=lambda: Condition(next(rising), 500.0)
+    )
+    assert warmth.steady and warmth.seconds > 0.2
+    # The suite: cold when it comes, warm when it counts, and both are told.
+    result = measure_on(monkeypatch, 1e-3, 1e-3, "hot", Replays(l2_bytes=L2, clock_start=0.7))
+    for one in (result.providers["plait"], result.providers["torch"]):
+        assert one.samples_s == pytest.approx([1e-3] * 6, rel=0.02)
+        assert one.figures["steady"] == 1.0
+    assert max(one.figures.get("warm-up s", 0.0) for one in result.providers.values()) > 0.05
 
 
-def test_trap_flush_inside_the_window_or_none():
+def test_trap_flush_inside_the_window_or_none(monkeypatch):
     l2, nbytes = 50 * MIB, 10 * MIB
     naive = FakeDevice(l2_bytes=l2)
     kernel = naive.kernel(1e-3, nbytes=nbytes, hot_s=2e-4)
@@ -112,16 +156,26 @@ def test_trap_flush_inside_the_window_or_none():
     with pytest.raises(ValueError, match="cold-flush with 100 calls a sample: all but the first are warm"):
         check_policy("cold-flush", calls=100, nbytes=nbytes, copies=1, l2_bytes=l2)
     assert check_policy("cold-flush", calls=1, nbytes=nbytes, copies=1, l2_bytes=l2).startswith("cold-flush")
+    for cache, wanted in (("hot", 4e-4), ("cold-flush", 1e-3)):
+        assert medians(measure_on(monkeypatch, 1e-3, 4e-4, cache))["plait"] == pytest.approx(wanted), cache
+    with pytest.raises(ValueError, match="needs the size of the device's cache"):  # which then cannot be emptied
+        measure_on(monkeypatch, 1e-3, 4e-4, "cold-flush", Replays(l2_bytes=0))
 
 
-def test_trap_faster_than_physics():
+def test_trap_faster_than_physics(monkeypatch):
     result = gpu_case([48 * MIB / 5.019e12] * 5, nbytes=48.0 * MIB)
     assert ceilings.mark_impossible(result, H200)
     assert "5019 GB/s, memory gives 4800" in result.providers["ours"].invalid
+    right = gpu_case([48 * MIB / 4.85e12] * 5, nbytes=48.0 * MIB)
+    assert not ceilings.mark_impossible(right, H200), "102 % of the ceiling"
+    monkeypatch.setattr(runner, "fingerprint", lambda: H200)
+    again = gpu_case([48 * MIB / 5.019e12] * 5, nbytes=48.0 * MIB)
+    found, code = measured_case(Suite("s", "", lambda full: [], lambda case, options: again), again.case, QUICK)
+    assert code == 4 and found.providers["ours"].invalid and "INVALID" in markdown([found])
 
 
 @pytest.mark.parametrize("copies", [2, 4, 5])
-def test_trap_silently_warm(copies):
+def test_trap_silently_warm(copies, monkeypatch):
     l2, nbytes = 50 * MIB, 11 * MIB
     need = copies_for(nbytes, l2)
     assert (need - 1) * nbytes >= REUSE * l2 > (need - 2) * nbytes
@@ -131,6 +185,26 @@ def test_trap_silently_warm(copies):
     fake = FakeDevice(l2_bytes=l2)
     kernel = fake.kernel(1e-3, nbytes=nbytes, hot_s=2e-4, copies=need)
     assert timed(fake, {"k": kernel}, warmup=2 * need)["k"] == pytest.approx([1e-3 + 5e-6] * 20)
+    # The suite makes the copies and takes them in turn; where a job has too few of them it refuses.
+    assert medians(measure_on(monkeypatch, 1e-3, 4e-4, "cold-rotate"))["plait"] == pytest.approx(1e-3)
+
+    def rotating(seconds: float) -> tuple[FakeDevice, Job]:
+        fake = FakeDevice(l2_bytes=l2)
+        kernel = fake.kernel(seconds, nbytes=nbytes, copies=copies)
+        return fake, Job(
+            lambda: None, list, {"k": Contender(lambda: (kernel(), ())[1])}, {}, nbytes, Rotation(copies)
+        )
+
+    for seconds in (1e-3, 6e-6):  # by events, and by a graph, whose replay knows no more copies than it captured
+        fake, job = rotating(seconds)
+        with pytest.raises(ValueError, match=f"cold-rotate with {copies} copies .* take {need} copies"):
+            timing_of(fake, job, "cold-rotate")
+    job.rotation = Rotation(need)
+    timing = timing_of(fake, job, "cold-rotate")
+    assert timing.method.startswith("graph") and timing.blocks["k"].size % need == 0
+    timing.blocks["k"].size = copies
+    with pytest.raises(ValueError, match=f"cold-rotate with {copies} copies of .* take {need} copies"):
+        asserted(timing, job, "cold-rotate", graph=True)
 
 
 def test_trap_fresh_inputs_are_warm():
@@ -149,7 +223,7 @@ def test_trap_fresh_inputs_are_warm():
     assert order == ["fresh", "flush"] * 20
 
 
-def test_trap_throttling():
+def test_trap_throttling(monkeypatch):
     def kernels(fake: FakeDevice) -> dict[str, Callable[[], object]]:
         return {name: fake.kernel(1e-3) for name in ("first", "second")}
 
@@ -166,6 +240,13 @@ def test_trap_throttling():
     record(marked, samples["first"])
     assert 0 < len(marked.throttled) < 50 and marked.figures["THROTTLED samples"] == len(marked.throttled)
     assert {marked.clocks_mhz[i] for i in marked.throttled} == {800.0} and max(marked.clocks_mhz) == 1000.0
+    result = measure_on(monkeypatch, 1e-3, 1e-3, "hot", Replays(l2_bytes=L2, throttle_after_s=0.2), rounds=60)
+    for one in (result.providers["plait"], result.providers["torch"]):
+        burst = [s for i, s in enumerate(one.samples_s) if i not in one.throttled]
+        assert one.throttled and burst == pytest.approx([1e-3] * len(burst)), "burst and steady state are told apart"
+        assert [one.samples_s[i] for i in one.throttled] == pytest.approx([1.25e-3] * len(one.throttled), rel=0.2)
+        assert len(one.clocks_mhz) == len(one.watts) == 60 == len(one.samples_s)
+        assert {one.clocks_mhz[i] for i in one.throttled} == {800.0}
 
 
 def test_trap_all_samples_dropped():
@@ -192,7 +273,7 @@ def test_trap_persisting_l2_window():
     assert "40 MiB sit in the L2" in result.providers["ours"].invalid
 
 
-def test_trap_no_sync():
+def test_trap_no_sync(monkeypatch):
     fake = FakeDevice()
     seconds = sampled({"k": fake.kernel(1.36e-3)}, Options(rounds=5, warmup=0), clock=fake.clock)["k"]
     result = gpu_case([one.seconds for one in seconds], flop=1e12)
@@ -200,9 +281,18 @@ def test_trap_no_sync():
     assert "shorter than a launch, so the device was not waited for" in result.providers["ours"].invalid
     case = make_case("rms_norm", {"rows": 3, "cols": 16}, "float32", "cpu", False)
     assert suite_kernels.measure(case, QUICK).note.startswith("host_wall"), "host time is named so"
+    fake = FakeDevice()
+    assert timed(fake, {"k": fake.kernel(1.36e-3)})["k"] == pytest.approx([1.36e-3 + 5e-6] * 20), "the timer waits"
+    assert medians(measure_on(monkeypatch, 1.36e-3, 1.36e-3, "hot"))["plait"] == pytest.approx(1.36e-3)
+    calls: list[str] = []
+    for name, value in (("is_available", True), ("is_initialized", True)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("sync"))
+    pytest_device.synchronised()
+    assert calls == ["sync"], "the fixture for pytest-benchmark waits too"
 
 
-def test_trap_sync_per_call():
+def test_trap_sync_per_call(monkeypatch):
     def ratio(calls: int) -> float:
         fake = FakeDevice(launch_s=1e-6)
         kernels = {name: fake.kernel(seconds) for name, seconds in (("a", 2e-6), ("b", 4e-6))}
@@ -212,6 +302,15 @@ def test_trap_sync_per_call():
 
     assert ratio(1) < 1.7 and ratio(1000) == pytest.approx(2.0, rel=1e-3)
     assert "empty op" in suite_launch.providers("rms_norm", False, "cpu"), "the empty launch is measured and shown"
+    seconds = {"plait": 2e-6, "torch": 4e-6}  # shorter than a launch of 5 us
+    for fake, how in ((Replays(l2_bytes=L2), "graph of calls"), (Refuses(l2_bytes=L2), "events behind a spin")):
+        result = measure_on(monkeypatch, seconds, seconds, "hot", fake)
+        assert how in result.note and "an empty window" in result.note
+        found = {name: one for name, one in result.providers.items() if one.samples_s}
+        assert all(one.figures["calls/sample"] > 10 for one in found.values())
+        assert paired_ratio(found["plait"].samples_s, found["torch"].samples_s)[0] == pytest.approx(2.0, rel=0.02)
+    host = suite_kernels.measure(make_case("rms_norm", {"rows": 3, "cols": 16}, "float32", "cpu", False), QUICK)
+    assert host.providers["plait"].figures["calls/sample"] > 1
 
 
 def test_trap_flush_in_a_hook():
@@ -222,7 +321,14 @@ def test_trap_flush_in_a_hook():
         a = fake.kernel(9e-4, nbytes=10 * MIB, hot_s=2e-4)
         b = fake.kernel(8e-4, nbytes=10 * MIB, hot_s=3e-4)
         kernels = {"a": (lambda: (fake.flush(), a())) if hook else a, "b": b}
-        seconds = timed(fake, kernels, warmup=2, **({"flush": fake.flush} if how.get("flush") else {}))
+        flushes = [0]
+
+        def flush() -> None:
+            flushes[0] += 1
+            fake.flush()
+
+        seconds = timed(fake, kernels, warmup=2, **({"flush": flush} if how.get("flush") else {}))
+        assert flushes[0] == (2 * 22 if how.get("flush") else 0), "once before each call, whoever is called"
         return min(seconds, key=lambda name: median(seconds[name]))
 
     assert winner(False) == "a" and winner(True) == "b", "the trap is not there"
@@ -242,22 +348,39 @@ def test_trap_wrong_peak():
 # ---- results ------------------------------------------------------------------------------------------------------
 
 
-def norm_suite(monkeypatch: pytest.MonkeyPatch, peer: Callable[..., Any], inputs: Any = None) -> CaseResult:
-    """Measures rms_norm on tiny rows beside `peer`."""
+def norm_suite(
+    monkeypatch: pytest.MonkeyPatch, peer: Callable[..., Any], inputs: Any = None, mine: Any = None
+) -> CaseResult:
+    """Measures rms_norm on tiny rows beside `peer`; mine: in place of ours."""
 
     def problem(p: Params, make: Maker) -> Problem:
         x, weight = inputs or (make.normal(p["rows"], p["cols"]), make.normal(p["cols"]))
         ours = lambda x, w: rms_norm_ref(x, w, EPS)  # noqa: E731
-        return Problem((x, weight), ours, {"plait": ours, "torch": ours, "peer": peer})
+        return Problem((x, weight), ours, {"plait": mine or ours, "torch": ours, "peer": peer})
 
     monkeypatch.setitem(kernel_problems.PROBLEMS, "rms_norm", problem)
     return suite_kernels.measure(make_case("rms_norm", {"rows": 3, "cols": 16}, "float32", "cpu", False), QUICK)
+
+
+def problem_inputs(case: Case) -> list[torch.Tensor]:
+    """What a case's problem draws."""
+    make = Maker(case.params, 0)
+    if case.params["op"] == "adamw_":
+        return [make.normal(1 << 16)]
+    return list(kernel_problems.PROBLEMS[case.params["op"]](case.params, make).inputs)
 
 
 def test_trap_zeros_run_faster(monkeypatch):
     right: Callable[..., Any] = lambda x, w: rms_norm_ref(x, w, EPS)  # noqa: E731
     with pytest.raises(ValueError, match="rms_norm: input 0 is constant"):
         norm_suite(monkeypatch, right, (torch.zeros(3, 16), torch.randn(16)))
+    with pytest.raises(ValueError, match="rms_norm: input 1 is constant"):
+        norm_suite(monkeypatch, right, (torch.randn(3, 16), torch.ones(16)))
+    for case in kernel_shapes.cases(False, "cpu"):  # what is timed is normal
+        for value in problem_inputs(case):
+            if value.is_floating_point() and value.numel() > 1000:
+                spread = (value.std() / value.abs().mean()).item()  # sqrt(pi / 2) of normal numbers, 1.155 of uniform
+                assert value.unique().numel() > 0.9 * value.numel() and 1.2 < spread < 1.31
     assert norm_suite(monkeypatch, right).providers["peer"].samples_s
 
 
@@ -279,6 +402,22 @@ def test_trap_replayed_results(monkeypatch):
 
     with pytest.raises(WrongResultError, match="peer: result 0 is off"):
         norm_suite(monkeypatch, skips)
+    calls[0] = 0
+
+    def defers(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:  # nothing while it is looked at, then right
+        calls[0] += 1
+        return torch.zeros_like(x) if calls[0] <= 2 else rms_norm_ref(x, w, EPS)
+
+    with pytest.raises(WrongResultError, match="peer: result 0 is off"):
+        norm_suite(monkeypatch, defers)
+
+    class Empty(Replays):  # a graph that was captured without its work: its results stay those of the capture
+        def capture(self, block: Callable[[], object]) -> Callable[[], object]:
+            return FakeDevice.capture(self, block)
+
+    with pytest.raises(WrongResultError, match="result 0 is off by nan"):
+        measure_on(monkeypatch, 6e-6, 6e-6, "hot", Empty(l2_bytes=L2))
+    assert medians(measure_on(monkeypatch, 6e-6, 6e-6, "hot"))["plait"] == pytest.approx(6e-6, rel=0.02)
 
 
 def test_trap_autotune_on_live_outputs(monkeypatch):
@@ -301,6 +440,8 @@ def test_trap_compile_failure_timed(monkeypatch):
 
     peer = norm_suite(monkeypatch, fails).providers["peer"]
     assert peer.skipped == "cannot run: ptxas: out of registers" and not peer.samples_s
+    with pytest.raises(RuntimeError, match="out of registers"):  # ours is never skipped
+        norm_suite(monkeypatch, lambda x, w: rms_norm_ref(x, w, EPS), mine=fails)
 
     def measure(case: Case, options: Options) -> CaseResult:
         raise RuntimeError("ours does not compile")
@@ -312,25 +453,52 @@ def test_trap_compile_failure_timed(monkeypatch):
 # ---- statistics and the job ---------------------------------------------------------------------------------------
 
 
-def test_trap_stop_rule_never_met():
+def test_trap_stop_rule_never_met(monkeypatch):
     """Rounds are counted beforehand, and shrink to the budget: no spread, however wide, makes a suite endless."""
     assert rounds_within(10.0, 0.0, 1.0, Options(rounds=10**6)).rounds <= 10
     fake = FakeDevice(Noise(iid=0.5))
     assert len(timed(fake, {"k": fake.kernel(5e-5)}, rounds=30)["k"]) == 30
+    case = make_case("rms_norm", {"rows": 3, "cols": 16}, "float32", "cpu", False)
+    result = suite_kernels.measure(case, Options(rounds=1000, warmup=1, budget_s=1e-6))
+    assert len(result.providers["plait"].samples_s) == MIN_ROUNDS, "the suite itself ends at its budget"
+    restless = Replays(Noise(drift=0.5, span_s=0.05), l2_bytes=L2)
+    assert measure_on(monkeypatch, 1e-3, 1e-3, "hot", restless).providers["plait"].figures["steady"] == 0.0
 
 
 def test_trap_same_binary_called_fast_or_slow():
-    for tally in aa.fake_trials(Rule(), suites=5, cases=4, processes=5, seed=7, rounds=10):
-        assert tally.false_cases == 0 and "<" in tally.row()[-1], "the tool publishes its own false rate"
+    trials = dict(suites=60, cases=1, processes=5, seed=7, rounds=10)  # one case: no correction helps it
+    for tally in aa.fake_trials(Rule(), **trials):
+        assert tally.first_false <= 1 and tally.false_cases == 0 and sum(tally.verdicts.values()) == tally.cases == 60
+        assert not tally.too_many(Rule()) and "<" in tally.row()[-1]
+    # A rule that calls everything different is found out by the rate that the tool publishes of itself.
+    bare = Rule(alpha=0.4, bound=1e-9, floor_s=0.0)
+    for tally in aa.fake_trials(bare, **trials):
+        assert tally.first_false > 20 and tally.first_false > tally.false_suites == tally.false_cases > 5
+        assert tally.too_many(Rule()) and f"{tally.false_cases / 60:.3%}" in tally.row()[-1]
 
 
-def test_trap_baseline_from_another_machine():
+def test_trap_baseline_from_another_machine(monkeypatch):
     def file(machine: dict[str, Any], seconds: float) -> ResultFile:
         case = CaseResult(Case("c", {}), "ours", {"ours": Measured([seconds] * 5)})
         return ResultFile("f", "s", machine, {}, {"c": case})
 
-    with pytest.raises(IncomparableError, match="machines differ: power_limit '700' and '500'"):
-        compare(file({"power_limit": "700"}, 1.0), file({"power_limit": "500"}, 1.26), Rule())
+    def card(**facts: str) -> dict[str, Any]:
+        return {"cpu": "c", "gpus": [{"name": "NVIDIA H200", "power_limit": "700.00", **facts}]}
+
+    for other in ({"power_limit": "500.00"}, {"driver_version": "580"}, {"name": "NVIDIA H100"}):
+        with pytest.raises(IncomparableError, match=f"machines differ: gpus .*{next(iter(other.values()))}"):
+            compare(file(card(), 1.0), file(card(**other), 1.26), Rule())
+    assert compare(file(card(), 1.0), file(card(), 1.26), Rule()).rows[0].decision, "equal ones are compared"
+    # And a gate measures both sides in one job, beside each other: a machine that slows down blames neither.
+    slower = itertools.count()
+
+    def result_of(tree: gate_sides.Tree, args: list[str], folder: Path) -> ResultFile:
+        return file({}, 1e-3 * 1.05 ** next(slower))
+
+    monkeypatch.setattr(gate_sides, "result_of", result_of)
+    sides = (gate_sides.Tree(Path("base")), gate_sides.Tree(Path("head")))
+    found, verdicts = gate_sides.Timed(*sides, "s", 8, 5, 1, "", False).findings(Rule())
+    assert next(slower) >= 16 and verdicts == {Verdict.INCONCLUSIVE} and not any(one.failed for one in found)
 
 
 def test_trap_alert_fatigue():
@@ -340,6 +508,8 @@ def test_trap_alert_fatigue():
     runs = iter([[wolf], [calm]])
     (decision,) = confirmed(lambda names: next(runs), ["c"], Rule())[1]
     assert decision.verdict == Verdict.INCONCLUSIVE and "confirming run alone" in decision.reason
+    runs = iter([[wolf], [wolf]])
+    assert confirmed(lambda names: next(runs), ["c"], Rule())[1][0].verdict == Verdict.SLOWER, "a wolf that is there"
 
 
 def test_trap_position_bias():
@@ -377,10 +547,23 @@ def test_trap_unstable_machine_key():
     )
 
 
-def test_trap_spill_count_units():
+def test_trap_spill_count_units(monkeypatch):
     """A stack frame is no spill, and both are read from the machine code, one instruction each."""
     facts = Facts("k", "sm_90", 64, 0, 0, 0, 0, 4, {"LDG.E.128": 1})
     rule = CodeRule(min_warps=4)
     assert judge(facts, rule) == []
     assert judge(facts._replace(stack_bytes=16), rule) == ["spills: 0 loads, 0 stores, 16 bytes of stack"]
     assert judge(facts._replace(spill_loads=3, spill_stores=2), rule)[0].startswith("spills: 3 loads, 2 stores")
+    lines = ["STL.64 [R1], R4", "STL [R1+0x8], R4", "LDL.64 R4, [R1]", "LDG.E.128 R4, [R2.64]", "EXIT"]
+    text = "\n".join(f"        /*{16 * place:04x}*/                   {line} ;" for place, line in enumerate(lines))
+    compiled = SimpleNamespace(asm={"cubin": b""}, metadata=SimpleNamespace(shared=0))
+    for name, value in {
+        "compile_launch": lambda launch, arch: compiled,
+        "_machine_code": lambda cubin: ("REG:64 STACK:24 SHARED:0 LOCAL:0", text),
+        "remembered": lambda name, parts, make: make(),
+    }.items():
+        monkeypatch.setattr(inspect, name, value)
+    monkeypatch.setattr(inspect.pinned_code, "code_hash", lambda cubin: "")
+    launch: Any = SimpleNamespace(kernel=SimpleNamespace(__name__="k"), num_warps=4)
+    read = inspect.compile_offline(launch, "sm_90")
+    assert (read.spill_loads, read.spill_stores, read.stack_bytes) == (1, 2, 24), "instructions, instructions, bytes"

@@ -7,10 +7,10 @@ suite has to find. Nothing here asserts a time of this machine.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,85 +18,25 @@ import pytest
 import torch
 
 from plait.bench import cli, device, queues, runner, settings, suite_kernels
-from plait.bench.fake_device import Buffer, FakeDevice
+from plait.bench.fake_device import FakeDevice
 from plait.bench.kernel_jobs import Contender, Job, Rotation, adamw_job, problem_job
 from plait.bench.kernel_problems import PROBLEMS
 from plait.bench.kernel_shapes import make_case
 from plait.bench.queues import HostQueue, cpu_cache_bytes
 from plait.bench.report import markdown
-from plait.bench.spec import Case, CaseResult, Options, Suite, WrongResultError
+from plait.bench.spec import CaseResult, Options, Suite, WrongResultError
 from plait.bench.timer import REUSE
 from plait.bench.windows import MAX_QUEUED, Events, joules_per_call
 from tests.cases import needs_plain
+from tests.fake_card import L2, NBYTES, NORM, QUICK, Refuses, Replays, measure_on, medians
 
 pytestmark = needs_plain
-NORM = make_case("rms_norm", {"rows": 64, "cols": 256}, "float32", "cpu", True)
-NBYTES = 4 * (2 * 64 * 256 + 256)  # x, dy, weight
-L2 = 4 * NBYTES  # one copy sits in it, and four do
-QUICK = Options(rounds=6, warmup=2)
-
-
-class Replays(FakeDevice):
-    """Whose replay of a graph also writes what the captured calls gave, as a card does."""
-
-    last: Any = ()  # results of the last call
-    counts = False  # energy: takes many calls
-
-    def joules(self) -> float | None:
-        return super().joules() if self.counts else None
-
-    def capture(self, block: Callable[[], object]) -> Callable[[], object]:
-        replay, static = super().capture(block), self.last
-        values = [value.clone() for value in static]
-
-        def run() -> None:
-            replay()
-            for value, right in zip(static, values, strict=True):
-                value.copy_(right)
-
-        return run
-
-
-def launching(job: Job, fake: FakeDevice, seconds: float, hot_s: float) -> Job:
-    """The job, each of whose calls also launches a kernel on the fake device, on the data that the call takes."""
-    data = [Buffer(int(job.nbytes)) for _ in range(job.rotation.copies)]
-
-    def beside(contender: Contender) -> Contender:
-        kernel = fake.kernel(seconds, nbytes=int(job.nbytes), hot_s=hot_s, data=data, turn=lambda: job.rotation.turn)
-
-        def call() -> Any:
-            fake.last = results = contender.call()  # type: ignore[attr-defined]
-            kernel()
-            return results
-
-        return dataclasses.replace(contender, call=call)
-
-    job.contenders = {name: beside(contender) for name, contender in job.contenders.items()}
-    return job
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., CaseResult]:
-    """Measures rms_norm as if on a card: kernel seconds cold and hot, and how the device is."""
-
-    def run(
-        seconds: float, hot_s: float, cache: str = "", fake: FakeDevice | None = None, case: Case = NORM, **more: Any
-    ) -> CaseResult:
-        fake = fake or Replays(l2_bytes=L2)
-        build = suite_kernels.job_of
-
-        def job_of(p: dict[str, Any], options: Options, l2_bytes: int) -> Job:
-            return launching(build(p, options, l2_bytes), fake, seconds, hot_s)
-
-        monkeypatch.setattr(suite_kernels, "job_of", job_of)
-        monkeypatch.setattr(suite_kernels, "queue_of", lambda name: fake)
-        return suite_kernels.measure(case, dataclasses.replace(QUICK, cache=cache, **more))
-
-    return run
-
-
-def medians(result: CaseResult) -> dict[str, float]:
-    return {name: median(one.samples_s) for name, one in result.providers.items() if one.samples_s}
+    """fake_card.measure_on."""
+    return functools.partial(measure_on, monkeypatch)
 
 
 # ---- the cache policies -------------------------------------------------------------------------------------------
@@ -148,10 +88,6 @@ def test_a_graph_of_fewer_calls_than_copies_would_be_silently_warm():
 
 
 def test_a_graph_that_cannot_be_captured_leaves_events_for_everybody_and_says_why(measured):
-    class Refuses(Replays):
-        def capture(self, block: Callable[[], object]) -> Callable[[], object]:
-            raise RuntimeError("operation not permitted when stream is capturing\nlong text")
-
     result = measured(6e-6, 3e-6, "hot", Refuses(l2_bytes=L2))
     assert "(no graph: plait cannot be captured: operation not permitted when stream is capturing)" in result.note
     assert medians(result) == pytest.approx({"plait": 3e-6, "torch": 3e-6}, rel=0.02)
