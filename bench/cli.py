@@ -50,7 +50,9 @@ def list_suites() -> int:
 
 def run(args: argparse.Namespace, command: str) -> int:
     """Measures the suites, prints a table of each, writes the files asked for; returns the worst exit code."""
-    at_least(args, processes=1, seed=0)
+    at_least(args, processes=1, rounds=1, budget=0, seed=0)
+    if args.tutorials and not Path(args.tutorials).is_dir():
+        raise ValueError(f"--tutorials: no folder {args.tutorials!r}")
     alone = args.command in SUITES  # `plait bench train`, `plait bench ceilings`
     names = [args.command] if alone else args.suites or args.settings.suites or tuple(SUITES)
     full = args.full or alone
@@ -180,7 +182,8 @@ def tell(args: argparse.Namespace, entries: list[outputs.Entry], text: list[str]
 def at_least(args: argparse.Namespace, **least: int) -> None:
     """Raises ValueError for an option below its least value."""
     for name, value in least.items():
-        if getattr(args, name) < value:
+        said = getattr(args, name)
+        if said is not None and not said >= value:
             raise ValueError(f"--{name}: {getattr(args, name)}; need at least {value}")
 
 

@@ -117,10 +117,8 @@ def _chosen(names: list[str], archs: list[str] | None, every: bool) -> list[tupl
     return [(point, arch) for point, arch in default_points() if archs is None or arch in archs]
 
 
-def _check(names: list[str], archs: list[str] | None, every: bool, out: Path | None) -> int:
-    if not _has_all(names, list(points(every)), "kernel", "list"):
-        return 2
-    chosen, tool = _chosen(names, archs, every), pinned.toolchain()
+def _check(chosen: list[tuple[str, str]], out: Path | None) -> int:
+    tool = pinned.toolchain()
     rows = pinned.Pins.read(pinned.PATH).data.get(tool, {})
     if not rows:
         print(f"NEW: {tool} has no pinned rows, so nothing is held to them; `plait kernels pin` writes them")
@@ -236,8 +234,19 @@ def _tune(names: list[str], out: Path | None, budget_s: float, dry_run: bool) ->
 
 
 def main(argv: list[str]) -> int:
-    """0 on success, 1 when a rule is broken or a kernel fails, 2 on what does not exist, a card for one."""
+    """0 on success, 1 when a rule is broken or a kernel fails, 2 on what does not exist, a card for one, and on what
+    cannot be read or written, such as the cache of compiled kernels."""
     arguments = _parser().parse_args(argv)
+    try:
+        return _run(arguments)
+    except BrokenPipeError:  # the reader of stdout left: the command line's own matter
+        raise
+    except (pinned.PinError, OSError) as error:
+        print(f"plait kernels {arguments.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "tune":
         return _tune(arguments.names, arguments.out, arguments.budget_s, arguments.dry_run)
     known = points(every=True)
@@ -250,19 +259,24 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         print(f"plait kernels: {error}", file=sys.stderr)
         return 2
-    try:
+    if arguments.command in ("check", "pin", "diff"):
+        if not _has_all(
+            arguments.names, list(points(arguments.command != "check" or arguments.all)), "kernel", "list"
+        ):
+            return 2
+        wanted = _chosen(arguments.names, archs, arguments.all)
+        if not wanted:
+            said = ", ".join(sorted({arch for _, arch in default_points()} | {AMD}))
+            print(
+                f"plait kernels: the declared list has no point for {', '.join(archs)}; it has {said}",
+                file=sys.stderr,
+            )
+            return 2
         if arguments.command == "check":
-            return _check(arguments.names, archs, arguments.all, arguments.json)
-        if arguments.command in ("pin", "diff"):
-            if not _has_all(arguments.names, list(points(True)), "kernel", "list"):
-                return 2
-            wanted = _chosen(arguments.names, archs, arguments.all)
-            if arguments.command == "pin":
-                return _pin(wanted, arguments.out, arguments.reason)
-            return _diff(wanted, arguments.base, arguments.json)
-    except (pinned.PinError, OSError) as error:
-        print(f"plait kernels {arguments.command}: {error}", file=sys.stderr)
-        return 2
+            return _check(wanted, arguments.json)
+        if arguments.command == "pin":
+            return _pin(wanted, arguments.out, arguments.reason)
+        return _diff(wanted, arguments.base, arguments.json)
     if arguments.command == "warm":
         return _warm(arguments.names, archs or list(ARCHS), arguments.all)
     if arguments.name not in known:

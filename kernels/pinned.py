@@ -169,13 +169,16 @@ class Pins:
             )
         except PinError:
             raise
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise PinError(f"{place}: is no file of pinned rows: {error}") from error
 
     @classmethod
     def read(cls, path: Path) -> "Pins":
         """The file's rows; none where there is no file."""
-        return cls.parse(path.read_text(), str(path)) if path.exists() else cls({})
+        try:
+            return cls.parse(path.read_text(), str(path)) if path.exists() else cls({})
+        except UnicodeDecodeError as error:
+            raise PinError(f"{path}: is no file of pinned rows: {error}") from error
 
     def text(self) -> str:
         """One row a line, in order, so that a change is one line of a diff."""

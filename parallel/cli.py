@@ -30,6 +30,7 @@ from plait.parallel.schedules.draw import table, to_perfetto, to_svg
 from plait.parallel.schedules.measured import measured_costs, read_timeline
 from plait.parallel.schedules.search import OBJECTIVES, can_run
 
+_MOST_CELLS = 1 << 20  # ranks x micro-batches: a schedule is built whole, at 5 to 20 us a cell
 _WHAT = f"{', '.join(NAMES)}, or a CSV file as torch.distributed.pipelining has it"
 
 
@@ -102,9 +103,18 @@ def _named(name: str, args: argparse.Namespace) -> Schedule:
         return _from_file(name, args)
     if args.ranks is None or args.microbatches is None:
         raise ValueError(f"{name} needs --ranks and --microbatches")
+    _check_size(args)
     if name not in NAMES:
         raise ValueError(f"schedule {name!r} is none of {', '.join(NAMES)}, nor a .csv file")
     return build(name, args.ranks, args.microbatches, args.chunks)
+
+
+def _check_size(args: argparse.Namespace) -> None:
+    """Refuses what would take minutes and all memory before the first word."""
+    if args.ranks > 0 and args.microbatches > 0 and args.ranks * args.microbatches > _MOST_CELLS:
+        raise ValueError(
+            f"--ranks {args.ranks} x --microbatches {args.microbatches}: at most {_MOST_CELLS} are drawn"
+        )
 
 
 def _from_file(name: str, args: argparse.Namespace) -> Schedule:
@@ -254,6 +264,7 @@ def _without_chunks(args: argparse.Namespace) -> argparse.Namespace:
 
 def _search(args: argparse.Namespace) -> None:
     costs = _costs(args)
+    _check_size(args)
     found = search(
         args.ranks,
         args.microbatches,

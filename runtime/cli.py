@@ -48,9 +48,18 @@ def entry() -> None:
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        _silence()
         status = 128 + signal.SIGPIPE
+    except OSError as error:  # a full disk under the output, a file that a command did not expect to miss
+        print(f"plait: {error}", file=sys.stderr)
+        _silence()
+        status = 1
     sys.exit(status)
+
+
+def _silence() -> None:
+    """Sends what Python flushes at its end nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":  # torchrun -m plait.cli

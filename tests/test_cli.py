@@ -28,6 +28,14 @@ def test_a_reader_that_left_causes_no_traceback() -> None:
     assert said.returncode == 141 and said.stderr == ""
 
 
+def test_a_full_disk_under_the_output_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        said = subprocess.run(
+            [*COMMAND, "plait", "--help"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert said.returncode == 1 and said.stderr == "plait: [Errno 28] No space left on device\n"
+
+
 def test_an_interrupt_causes_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(argv: list[str]) -> int:
         raise KeyboardInterrupt

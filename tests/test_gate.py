@@ -145,6 +145,29 @@ ROW = pinned.row_of(GOOD._replace(loop={"HGMMA.64x64x16.F32": 8, "BAR.SYNC": 2},
 )
 
 
+def test_nothing_to_check_is_no_success(capsys):
+    """`check --arch sm_13` once checked 0 points, and returned 0."""
+    for command in ("check", "diff", "pin"):
+        assert cli.main([command, "--arch", "sm_13"]) == 2
+        assert "has no point for sm_13; it has gfx942, sm_100, sm_80, sm_90" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [bytes(range(256)), b"[" * 100_000])
+def test_a_base_that_is_no_file_of_rows_is_one_line(content, tmp_path, capsys):
+    (tmp_path / "a.json").write_bytes(content)
+    assert cli.main(["diff", "--base", str(tmp_path / "a.json")]) == 2
+    assert "a.json: is no file of pinned rows" in capsys.readouterr().err
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(monkeypatch, capsys):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device", "cache")
+
+    monkeypatch.setattr(cli, "compile_offline", full)
+    assert cli.main(["explain", "rms_norm.forward.128"]) == 2
+    assert capsys.readouterr().err == "plait kernels explain: [Errno 28] No space left on device: 'cache'\n"
+
+
 def test_a_row_holds_what_the_facts_say():
     assert (ROW.warps, ROW.blocks, ROW.limiter, ROW.resident_warps) == (4, 8, "registers", 32)
     assert (ROW.matrix, ROW.matrix_in_loop, ROW.barriers_in_loop, ROW.wide_share) == ("HGMMA", 8, 2, 1.0)

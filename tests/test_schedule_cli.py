@@ -34,6 +34,13 @@ def test_check_prints_the_peaks(capsys):
     assert f"rank 0: stages 0,2; peak of live activations {peaks[0]}" in out
 
 
+@pytest.mark.parametrize("flags", [["gpipe", "--ranks", "2", "--microbatches", "2", "--costs"], ["--measured"]])
+def test_json_nested_without_end_is_no_traceback(flags, capsys, tmp_path):
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    assert main(["show", *flags, str(tmp_path / "deep.json")]) == 2
+    assert "recursion" in capsys.readouterr().err
+
+
 def test_check_blocking_prints_the_cycle(capsys):
     assert main(["check", "1f1b", "--ranks", "2", "--microbatches", "4", "--blocking"]) == 1
     assert "deadlock with blocking sends and receives: rank 0 at" in capsys.readouterr().err
@@ -57,6 +64,8 @@ def test_check_of_torchs_csv_names_rank_and_action(capsys, tmp_path):
         (["check", "/nowhere/a.csv"], "No such file"),
         (["check", "gpipe", "--ranks", "2"], "gpipe needs --ranks and --microbatches"),
         (["check", "gpipe", "--ranks", "two", "--microbatches", "2"], "invalid int value: 'two'"),
+        (["show", "gpipe", "--ranks", "4", "--microbatches", "9" * 8], "at most 1048576 are drawn"),
+        (["search", "--ranks", "9" * 8, "--microbatches", "4"], "at most 1048576 are drawn"),
         (["show"], "show needs a schedule"),
         (["show", "--measured", "/nowhere"], "No such file"),
         (["show", "gpipe", "--ranks", "2", "--microbatches", "2", "--svg", "/nowhere/a.svg"], "No such file"),

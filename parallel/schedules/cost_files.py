@@ -41,7 +41,7 @@ def read_costs(text: str | None) -> AnyCosts:
         return _costs(data)
     except UnicodeDecodeError as error:
         raise ValueError(f"costs {text!r}: is no text: {error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"costs {text!r}: {error}") from error
 
 

@@ -120,7 +120,7 @@ def read_timeline(path: str | Path) -> tuple[Schedule, Timeline]:
             raise ValueError(f"{path.parent}: the run has no {FILE}")
     try:
         return parse_timeline(json.loads(path.read_text(encoding="utf-8")))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: is no JSON: {error}") from error
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}", error.rank, error.action) from error
