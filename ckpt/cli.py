@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
         return _fail(arguments.json, LOCKED, error)
     except SnapshotDamaged as error:
         return _fail(arguments.json, DIFFERENT, error)
-    except (SnapshotError, FileNotFoundError, NotADirectoryError, FileExistsError) as error:
+    except (SnapshotError, FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError) as error:
         return _fail(arguments.json, USAGE, error)
     except OSError as error:
         return _fail(arguments.json, DIFFERENT, error)
@@ -107,6 +107,11 @@ def _add_managing(add: cli_convert.Add) -> None:
     copy.add_argument("--compress", action="store_true", help="zstd on byte planes")
     copy.add_argument("--level", type=int, help="of zstd; says --compress")
     copy.add_argument("--encrypt", action="store_true", help="AES-256-GCM with the key of --key-file")
+    copy.add_argument(
+        "--unsigned",
+        action="store_true",
+        help="the original is not signed: it is taken as it is, and --encrypt signs its copy",
+    )
     copy.add_argument("--retry-s", type=float, default=60.0, help="how long a store is tried again")
     bench = add("bench", "write and read a file as snapshots do; `plait bench run snapshots` measures whole saves")
     bench.add_argument("root", type=Path, help="a folder on the disk in question")

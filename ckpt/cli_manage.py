@@ -6,6 +6,8 @@ Whatever removes or adds snapshots under a root holds its LOCK, so that a runnin
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -132,10 +134,12 @@ def unpin(arguments: argparse.Namespace) -> Answer:
 def copy(arguments: argparse.Namespace) -> Answer:
     """Copies a snapshot to another folder or URL, read back and compared."""
     key = load_key(key_file=arguments.key_file)
+    if not arguments.retry_s >= 0.0:
+        raise ValueError(f"--retry-s {arguments.retry_s}: must be at least 0")
     compress: bool | int = arguments.level if arguments.level is not None else arguments.compress
     tier = Tier(arguments.target, None, compress=compress, encrypt=arguments.encrypt, retry_s=arguments.retry_s)
     sent: list[int] = [0]
-    with opened_snapshot(arguments.path, key) as reader:
+    with opened_snapshot(arguments.path, None if arguments.unsigned else key) as reader:
         source, total = reader.place, reader.manifest.num_bytes
         with progress(f"copy {reader.folder.name}", total, lambda: sent[0], arguments.json):
             place = copy_whole(reader, tier, key, sent)
@@ -148,6 +152,10 @@ def bench(arguments: argparse.Namespace) -> Answer:
     if arguments.mib < 1:
         raise ValueError(f"--mib {arguments.mib}: must be at least 1")
     num_bytes, path = arguments.mib << 20, arguments.root / ".plait-disk-test"
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    most_bytes = min(memory_bytes // 4, shutil.disk_usage(arguments.root).free)  # what is written and what is read
+    if num_bytes > most_bytes:
+        raise ValueError(f"--mib {arguments.mib}: at most {most_bytes >> 20} here, by memory and free space")
     data = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
     report: dict[str, Any] = {"folder": str(arguments.root), "num_bytes": num_bytes}
     try:

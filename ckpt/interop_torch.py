@@ -21,7 +21,7 @@ from plait.ckpt.values import describe
 
 # How torch names what its unpickler refuses, and what it says of a file that is no pickle.
 _REFUSED = re.compile(r"(?:GLOBAL|unsupported class|got <class) [`']?([\w.]+)")
-_BROKEN = re.compile(r"WeightsUnpickler error: (.+)")
+_BROKEN = re.compile(r"WeightsUnpickler error:\s*(.+)")  # what stands before advises to run its code
 
 
 def export_torch(chosen: Chosen, path: Path) -> list[str]:

@@ -130,6 +130,8 @@ def save_imported(root: Path, found: Imported, step: int | None, prefix: str, ke
     number = step if step is not None else found.step or 0
     if any(folder.step == number for folder in step_folders(root)):
         raise SnapshotError(f"'{root}' has a snapshot of step {number} already; give another --step")
+    if not _has_leaf(found.state):
+        raise SnapshotError("nothing is left to import")
     state = nest_paths({(*prefix.strip("/").split("/"),): found.state}) if prefix.strip("/") else found.state
     total = _bytes_of(state)
     pool = POOL_BYTES if total > POOL_BYTES else 0
@@ -141,6 +143,12 @@ def save_imported(root: Path, found: Imported, step: int | None, prefix: str, ke
 def skipped(names: Iterable[str], patterns: Iterable[str]) -> set[str]:
     """Returns the names that a caller leaves out."""
     return {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
+
+
+def _has_leaf(tree: Any) -> bool:
+    if isinstance(tree, Mapping):
+        return any(map(_has_leaf, tree.values()))
+    return True
 
 
 def _bytes_of(tree: Any) -> int:

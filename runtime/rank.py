@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from plait.ckpt.errors import SnapshotError, StateError
+from plait.ckpt.errors import SnapshotError
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # What gloo's transport says when the other end is gone (gloo/transport/tcp/pair.cc); NCCL and stores raise DistError.
@@ -203,7 +203,7 @@ class Diverged(RuntimeError):
 def explains_itself(error: BaseException) -> bool:
     """Whether its text says all: what the machine or a folder refused, or what the numbers came to. A traceback
     would bury it."""
-    return isinstance(error, (OSError, SnapshotError, Diverged)) and not isinstance(error, StateError)
+    return isinstance(error, (OSError, SnapshotError, Diverged))
 
 
 def error_record(error: BaseException) -> dict[str, Any]:

@@ -169,7 +169,14 @@ def test_a_broken_file_of_torch_save_is_damage(run, tmp_path, capsys):
         (tmp_path / "b.pt").write_bytes(broken)
         code, report = answer(capsys, "import", tmp_path / "b.pt", tmp_path / "back")
         assert code == 1 and str(tmp_path / "b.pt") in report["error"]
+        assert "Re-running" not in report["error"], "torch's advice to run the code of a file that it refuses"
     assert not (tmp_path / "back").exists()
+
+
+def test_an_import_of_nothing_is_no_snapshot(tmp_path, capsys):
+    torch.save({"a": {"w": torch.ones(2)}}, tmp_path / "a.pt")
+    code, report = answer(capsys, "import", tmp_path / "a.pt", tmp_path / "back", "--skip", "*")
+    assert code == 2 and report["error"] == "nothing is left to import" and not (tmp_path / "back").exists()
 
 
 def test_what_a_snapshot_cannot_hold_is_refused_by_its_path(tmp_path, capsys):

@@ -155,7 +155,9 @@ def test_usage_errors_are_2(run, tmp_path, capsys):
     assert main(["diff", str(run), str(tmp_path)]) == 2
     assert main(["diff", f"{run}@77", str(run)]) == 2
     assert main(["gc", str(tmp_path)]) == 2
-    assert main(["--help"]) == 0
+    assert main(["verify", str(run), "--key-file", str(tmp_path)]) == 2
+    assert main(["copy", str(run), str(tmp_path / "copy"), "--retry-s", "nan"]) == 2
+    assert not (tmp_path / "copy").exists() and main(["--help"]) == 0
     assert "tmp_path" not in capsys.readouterr().err
 
 
@@ -343,6 +345,17 @@ def test_a_snapshot_of_many_ranks_is_copied_and_back(tmp_path, capsys, coding):
     assert {p.name: p.read_bytes() for p in ours.iterdir()} == {p.name: p.read_bytes() for p in theirs.iterdir()}
 
 
+def test_an_encrypted_copy_of_an_unsigned_snapshot_needs_a_word(run, tmp_path, capsys):
+    """The key was asked of the original too, so that a run without one could not be copied encrypted at all."""
+    (tmp_path / "key").write_text("ab" * 32)
+    flags = ["--encrypt", "--key-file", tmp_path / "key"]
+    code, report = answer(capsys, "copy", run, tmp_path / "far", *flags)
+    assert code == 1 and "is not signed, and a key was given" in report["error"]
+    assert answer(capsys, "copy", run, tmp_path / "far", *flags, "--unsigned")[0] == 0
+    assert answer(capsys, "verify", tmp_path / "far")[0] == 1
+    assert answer(capsys, "verify", tmp_path / "far", *flags[1:])[0] == 0
+
+
 def test_a_snapshot_is_copied_to_a_url_and_back(tmp_path, capsys):
     url = f"memory://{tmp_path.name}/run"
     save_three_ranks(tmp_path / "run")
@@ -375,6 +388,8 @@ def test_bench_writes_and_reads_the_disk(tmp_path, capsys):
     assert main(["bench", str(tmp_path), "--mib", "1"]) == 0
     assert "plait bench run snapshots" in capsys.readouterr().out
     assert answer(capsys, "bench", tmp_path, "--mib", "0")[0] == 2
+    code, report = answer(capsys, "bench", tmp_path, "--mib", "99999999")
+    assert code == 2 and "by memory and free space" in report["error"], "once a traceback of torch"
 
 
 class Terminal(io.StringIO):

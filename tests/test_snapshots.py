@@ -232,6 +232,21 @@ def test_an_unchanged_structure_is_planned_once_and_no_tensor_is_kept_alive(tmp_
         assert reference() is None
 
 
+def test_fifty_saves_keep_no_memory(tmp_path):
+    """Case 6: a peer's process grew by the whole state with every save, another by its staging buffers."""
+
+    def resident_bytes() -> int:
+        return int(open("/proc/self/status").read().split("VmRSS:")[1].split()[0]) << 10
+
+    state, sizes = {"w": torch.zeros(1 << 20)}, []
+    with Snapshots(tmp_path, keep_last=1) as snapshots:
+        for step in range(50):
+            state["w"].fill_(step)
+            snapshots.save(step, state).wait()
+            sizes.append(resident_bytes())
+    assert sizes[-1] - sizes[9] < 8 << 20, "40 saves of 4 MiB: a copy left by each would be 160 MiB"
+
+
 def test_model_optimizer_and_scheduler_continue_as_if_never_stopped(tmp_path):
     def parts(seed):
         torch.manual_seed(seed)
