@@ -143,6 +143,18 @@ class Dcp(Blocking):
         dcp.load(dict(state), checkpoint_id=path, no_dist=True)
 
 
+def _lasts(stager: Any) -> bool:
+    """Whether a stager serves a second save; torch 2.11's has forgotten by then how to copy (KeyError)."""
+    try:
+        for _ in range(2):
+            stager.stage({"w": torch.zeros(1)})
+    except KeyError:
+        return False
+    finally:
+        stager.close()
+    return True
+
+
 class DcpAsync(Dcp):
     """DCP's async_save on a thread, as it comes; `cached` keeps its staging memory over the saves."""
 
@@ -151,8 +163,10 @@ class DcpAsync(Dcp):
 
         super().__init__(threads)
         # Pinned memory and non-blocking copies need a GPU; these are also async_save's own choices.
-        self.stager = DefaultStager(StagingOptions(False, False, False, False)) if cached else None
-        self.note += ", a stager that is kept" if cached else ", as it comes"
+        plain = StagingOptions(False, False, False, False)
+        kept = cached and _lasts(DefaultStager(plain))
+        self.stager = DefaultStager(plain) if kept else None
+        self.note += ", a stager that is kept" if kept else ", as it comes"
 
     def begin(self, folder: Path, state: State) -> Pending:
         import torch.distributed.checkpoint as dcp
