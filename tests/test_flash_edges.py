@@ -43,6 +43,34 @@ def _tiles(row, col):
 
 
 @both
+@pytest.mark.parametrize("packed", [True, False])
+def test_slack_rows_are_written_over_what_memory_held(packed, monkeypatch, path):
+    """Every output begins as NaN: rows past documents, of empty ones and without a key are written all the same."""
+    allocate = torch.empty
+
+    def poisoned(*shape, **options):
+        made = allocate(*shape, **options)
+        return made.fill_(NAN) if made.is_floating_point() else made
+
+    cu = (_int32(0, 5, 5, 20), _int32(0, 2, 9, 15)) if packed else None
+    q, k, v = _inputs(23, 19)
+    dout, dlse = normal(*q.shape, seed=5), normal(1, 2, 23, seed=6)
+    dlse[:, :, 20:] = 0.0
+    monkeypatch.setattr(torch, "empty", poisoned)
+    out, lse = attention(q, k, v, cu_seqlens=cu, return_lse=True)
+    grads = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
+    monkeypatch.undo()
+    want, want_lse = attention_ref(q, k, v, cu_seqlens=cu, return_lse=True)
+    torch.testing.assert_close((out, lse), (want, want_lse))
+    live = want_lse.isfinite()
+    masked = torch.where(live, want_lse * dlse, 0.0).sum() + (want * dout).sum()
+    torch.testing.assert_close(grads, torch.autograd.grad(masked, (q, k, v)))
+    if packed:
+        assert (out[:, 20:] == 0).all() and (lse[..., 20:] == -INF).all() and (grads[0][:, 20:] == 0).all()
+        assert all((g[:, 15:] == 0).all() and (g[:, 2:9] == 0).all() for g in grads[1:])
+
+
+@both
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [2**31 - 1, 2**31 - 5, 2**40])
 def test_a_window_wider_than_32_bits_masks_nothing(window, causal, path):
