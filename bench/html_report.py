@@ -128,7 +128,10 @@ def section_part(section: Section) -> Element:
     """Plot, table, what is missing, history, and how the suite was measured."""
     file = section.newest
     kind = "" if section.timed else " Lower bounds by the compiler's facts: nothing was timed."
-    source = f"{len(file.cases)} cases of {file.path}, {file.date[:10]}.{kind}"
+    count = "1 case" if len(file.cases) == 1 else f"{len(file.cases)} cases"
+    source = f"{count} of {file.path}, {file.date[:10]}.{kind}"
+    older = {name for one in section.files[:-1] for name in one.cases} - set(file.cases)
+    source += f" {len(older)} more are in older files alone, and not here." if older else ""
     return tag(
         "section",
         tag("h2", file.suite),
@@ -214,7 +217,8 @@ def fingerprint_rows(machine: dict[str, Any], index: int) -> list[Element]:
 
 HOW = {
     "time": "median of all samples; none is dropped. The interval holds the true median in 95 of 100 runs, by order "
-    "statistics, whatever the distribution.",
+    "statistics, whatever the distribution. Of fewer than six samples, whose number is then beside it, it is their "
+    "range: no interval of theirs reaches 95 %.",
     "peer / ours, mean": "geometric mean of a peer's ratios over its cases; above 1 ours is faster. Counted as "
     "faster or slower where the interval of the case's ratio leaves 1 out.",
     "to ours": "a provider's time over ours, paired by round, with the 95 % interval of the median ratio; above 1 "

@@ -50,6 +50,7 @@ svg .trend.ours { stroke: var(--ours); fill: none; } svg .trend.peer { stroke: v
 .plot svg { display: block; min-width: 700px; width: 100%; height: auto; } .key { display: inline-block; width: 10px;
   height: 10px; border-radius: 5px; margin-right: 5px; } .key.ours { background: var(--ours); }
 .key.peer { background: var(--peer); }
+@media (max-width: 1320px) { table { font-size: 12.5px; } th, td { padding: 4px 5px; } td.bar { min-width: 72px; } }
 @media (max-width: 640px) { body { padding: 14px 10px 40px; font-size: 14px; } th, td { padding: 4px 7px; }
   table.short th, table.short td { white-space: normal; }
   dl { grid-template-columns: 1fr; } dt { margin-top: 6px; } .wrap { min-width: 22ch; } }

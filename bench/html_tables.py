@@ -15,7 +15,7 @@ from plait.bench.html_figures import columns_of, is_limit, is_way_of, text_of, t
 from plait.bench.html_tags import Element, bytes_text, digits, join, rate_text, seconds_text, share_text, tag
 from plait.bench.roofline import Standing
 from plait.bench.spec import CaseResult, Measured
-from plait.bench.stats import paired_ratio
+from plait.bench.stats import MIN_INTERVAL, paired_ratio
 
 
 @dataclass(frozen=True)
@@ -173,6 +173,8 @@ def row(
         low, high = seconds_text(s.low), seconds_text(s.high)
         low = low.split()[0] if low.split()[1] == high.split()[1] else low
         reach = f"{low} \u2013 {high}" if several else "one sample"
+        count = len(line.measured.samples_s)
+        reach += f" ({count})" if 1 < count < MIN_INTERVAL else ""
         cells.append(
             tag("td", reach, class_="soft", data_key="interval", data_low=repr(s.low), data_high=repr(s.high))
         )

@@ -16,7 +16,7 @@ from typing import Any
 
 from plait.bench.device import fingerprint, source_commit
 from plait.bench.spec import SCHEMA, CaseResult, Options, Suite
-from plait.bench.stats import median_interval, paired_ratio
+from plait.bench.stats import MIN_INTERVAL, median_interval, paired_ratio
 
 Row = list[str]
 
@@ -79,7 +79,12 @@ def markdown(results: list[CaseResult]) -> str:
     for result in results:
         if result.note:
             notes.setdefault(result.note, []).append(result.case.name)
-    said = (f"\n{names[0] if len(names) == 1 else f'{len(names)} cases'}: {note}" for note, names in notes.items())
+    said = [f"\n{names[0] if len(names) == 1 else f'{len(names)} cases'}: {note}" for note, names in notes.items()]
+    counts = [len(one.samples_s) for result in results for one in result.providers.values() if one.samples_s]
+    if few := [count for count in counts if count < MIN_INTERVAL]:
+        sizes = f"{min(few)}" if min(few) == max(few) else f"{min(few)} to {max(few)}"
+        note = f"{len(few)} rows of {sizes} samples: their range stands for the interval, which needs {MIN_INTERVAL}"
+        said.append(f"\n{note}")
     return "\n".join([table(header, rows), *said])
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from statistics import median
 
+MIN_INTERVAL = 6  # samples: 2 * 2**-6 <= 5 %, and 2 * 2**-5 is not
+
 
 def median_interval(samples: list[float], confidence: float = 0.95) -> tuple[float, float]:
     """Returns the distribution-free confidence interval of the median, from order statistics.

@@ -15,6 +15,7 @@ from plait.kernels import pinned, tune_card
 from plait.kernels.gate import (
     AMD,
     ARCHS,
+    LIMITS,
     Verdict,
     amd_points,
     check,
@@ -256,6 +257,8 @@ def _run(arguments: argparse.Namespace) -> int:
     archs = [arguments.arch] if arguments.command == "explain" else arguments.arch
     try:
         archs = archs and [arch if arch == AMD else f"sm_{parse_arch(arch)}" for arch in archs]
+        if arguments.command != "warm" and (unknown := [arch for arch in archs or () if arch not in LIMITS]):
+            raise ValueError(f"arch: no limits of {unknown[0]!r} are known; valid: {', '.join(LIMITS)}")
     except ValueError as error:
         print(f"plait kernels: {error}", file=sys.stderr)
         return 2

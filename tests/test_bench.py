@@ -21,7 +21,7 @@ from plait.bench.fake_device import FakeDevice
 from plait.bench.progress import Progress
 from plait.bench.result_file import measured_of, read, united
 from plait.bench.spec import Case, CaseResult, Measured, Options, Suite, WrongResultError
-from plait.bench.stats import median_interval, paired_ratio
+from plait.bench.stats import MIN_INTERVAL, median_interval, paired_ratio
 from plait.bench.timer import check_policy, copies_for, interleave
 from tests import launchers
 
@@ -109,11 +109,23 @@ def fake_result() -> CaseResult:
 
 def test_table_shows_ratio_rate_and_the_reason_of_a_skip():
     table = report.markdown([fake_result()])
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    rows = [line for line in table.splitlines() if line.startswith("|")]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in rows]
     by_provider = {line[1]: line for line in lines}
     assert by_provider["peer"][4] == "2.00 (2.00-2.00)"
     assert by_provider["ours"][3] == "2.00 GFLOP/s" and by_provider["ours"][5] == "tokens/s 10"
     assert by_provider["absent"][5] == "skipped: not installed"
+
+
+def test_fewer_samples_than_an_interval_needs_are_told_under_the_table():
+    """The range of five holds the median in 94 of 100 runs, of three in 75: neither is a 95 % interval."""
+    few, enough = fake_result(), fake_result()
+    for one in enough.providers.values():
+        one.samples_s = one.samples_s * 2
+    text = report.markdown([few, enough])
+    assert text.endswith("2 rows of 3 samples: their range stands for the interval, which needs 6")
+    assert "range" not in report.markdown([enough])
+    assert 1 - 2 * 0.5**MIN_INTERVAL >= 0.95 > 1 - 2 * 0.5 ** (MIN_INTERVAL - 1)
 
 
 def test_result_file_carries_samples_machine_commit_and_command(tmp_path):

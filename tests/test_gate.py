@@ -135,6 +135,9 @@ def test_check_refuses_names_and_architectures_that_do_not_exist(capsys):
     assert cli.main(["check", "no_such_kernel"]) == 2
     assert cli.main(["check", "swiglu", "--arch", "volta"]) == 2
     assert "no kernel 'no_such_kernel'" in capsys.readouterr().err
+    for command in (["check"], ["pin"], ["diff"], ["explain"]):  # well written, and nobody knows its limits
+        assert cli.main([*command, "swiglu.forward", "--arch", "sm_42"]) == 2
+        assert "'sm_42' are known; valid: sm_80, sm_90, sm_100, gfx942" in capsys.readouterr().err
 
 
 # ---- the ratchet --------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from plait.bench.peaks import card_named
 from plait.bench.result_file import ResultFile, read
 from plait.bench.roofline import datasheet
 from plait.bench.spec import Options, Suite
-from plait.bench.stats import median_interval, paired_ratio
+from plait.bench.stats import MIN_INTERVAL, median_interval, paired_ratio
 from tests.report_files import EVIL, MACHINE, fake_files, kernels_file
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -186,7 +186,9 @@ def test_every_interval_is_the_samples(shown):
         measured = newest(files)[outer["id"]].cases[outer["data-case"]].providers[outer["data-provider"]]
         low, high = median_interval(measured.samples_s)
         assert (float(own["data-low"]), float(own["data-high"])) == (low, high)
-        assert text == "one sample" or text.endswith(seconds_text(high)), text
+        count = len(measured.samples_s)
+        few = f" ({count})" if 1 < count < MIN_INTERVAL else ""  # too few for an interval: told
+        assert text == "one sample" or text.endswith(seconds_text(high) + few), text
         seen += 1
     assert seen >= 10
 
@@ -319,6 +321,14 @@ def test_what_sensors_said_beside_the_samples_is_their_median():
     assert line.beside("clocks_mhz", "clock MHz") is None
     vars(measured)["clocks_mhz"] = [1980.0, 1410.0, 1830.0]
     assert line.beside("clocks_mhz", "clock MHz") == 1830.0
+
+
+def test_cases_that_only_an_older_file_has_are_told():
+    old, new = (kernels_file(f"2026-11-{day}T10:00:00+00:00") for day in (28, 29))
+    name, one = next(iter(new.cases.items()))
+    text = "".join(Page(page([old, dataclasses.replace(new, cases={name: one})])).words)
+    assert f"1 case of {new.path}" in text and f"{len(old.cases) - 1} more are in older files alone" in text
+    assert "older files alone" not in "".join(Page(page([old, new])).words)
 
 
 def test_a_suite_in_which_everything_failed_still_has_a_page():
