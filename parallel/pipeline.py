@@ -247,6 +247,8 @@ class Pipeline:
             self._p2p.begin(state.listed)
         for runner in self._runners.values():
             runner.begin()
+        if all(runner.posts_nothing for runner in self._runners.values()):
+            plan = [entry for entry in plan if entry[0].__name__ not in ("receive_forward", "receive_backward")]
         for call, argument, action in plan:
             if action is None:
                 call(argument)

@@ -42,6 +42,7 @@ class StageMessages:
         self._give_way: WayOut | None = None
         self._take_grad_way: WayIn | None = None
         self._give_grad_way: WayOut | None = None
+        self._quick_wanted: Sequence[bool] = ()  # for each output, with `_take_grad_way`: whether a gradient comes
         self.first_forward = self.first_backward = 0  # micro-batches that open the channels
         self._static: Specs | None = None  # what every micro-batch takes; None: not known, or a listed step
         self.specs: Sequence[Specs] = ()  # what the stage takes, by micro-batch
@@ -72,6 +73,14 @@ class StageMessages:
         self._give_way = self.p2p.way_out(self.give) if self.give else None
         self._take_grad_way = self.p2p.way_in(self.take_grad) if self.take_grad else None
         self._give_grad_way = self.p2p.way_out(self.give_grad) if self.give_grad else None
+        if self._take_grad_way is not None and self.give is not None:
+            self._quick_wanted = self.p2p.peer_grads(self.give, self.first_forward)
+
+    @property
+    def posts_nothing(self) -> bool:
+        """Whether RECV_F and RECV_B do nothing in this step."""
+        quick_forward = self.take is None or self._take_way is not None
+        return quick_forward and (self.take_grad is None or self._take_grad_way is not None)
 
     def _announce(self) -> None:
         state = self.state
@@ -141,11 +150,12 @@ class StageMessages:
 
     def _apart(self, values: Sequence[Any]) -> list[Any]:
         """The values, with copies of tensors that lie in memory of p2p's: who gets them may need them longer."""
-        places = self.p2p.places if self.p2p is not None else ()
-        return [
-            v.detach().clone() if isinstance(v, Tensor) and v.untyped_storage().data_ptr() in places else v
-            for v in values
-        ]
+        places, apart = self.p2p.places if self.p2p is not None else (), []
+        for value in values:
+            if isinstance(value, Tensor) and value.untyped_storage().data_ptr() in places:
+                value = value.detach().clone()
+            apart.append(value)
+        return apart
 
     # ---- sending --------------------------------------------------------------------------------------------------
 
@@ -182,6 +192,7 @@ class StageMessages:
         grads = [TensorSpec(s.shape, s.dtype) for s, w in zip(self._out_specs, wanted, strict=True) if w]
         p2p.announce(take_grad, self.first_backward, tuple(grads))
         self._take_grad_way = p2p.way_in(take_grad)
+        self._quick_wanted = wanted
 
     def send_backward(self, microbatch: int) -> None:
         """SEND_B."""
@@ -217,6 +228,8 @@ class StageMessages:
         """For each output, whether the next stage gives a gradient back."""
         if self.next is not None:
             return [spec.needs_grad for spec in self.next.specs[microbatch]]
+        if self._take_grad_way is not None:
+            return self._quick_wanted
         assert self.p2p is not None and self.give is not None
         return self.p2p.peer_grads(self.give, microbatch)
 

@@ -29,7 +29,7 @@ FRAME = struct.Struct("<II")
 _SLOT_FRAME = struct.Struct("<III")
 SMALL_BYTES = 1 << 15  # above, one copy into shared memory is less work than two through the kernel
 _ROOM_BYTES = 1 << 16  # read at once: at least one whole frame
-_FRAME_COST = 8192  # bytes of the buffer that the kernel takes beside a frame's own: its records, whole pages
+FRAME_COST = 8192  # bytes of the buffer that the kernel takes beside a frame's own: its records, whole pages
 ELSEWHERE = 0xFFFF_FFFF
 IN_SLOT = 0x8000_0000
 _NEW = 0x4000_0000
@@ -49,7 +49,7 @@ class Outward:
         self._socket, self._coord, self._timeout_s = stream, coord, timeout_s
         self._lender = Lender(stream, connect)
         self._most = stream.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2
-        self._room = 0  # a lower bound, looked up when it is used up
+        self.room = 0  # a lower bound, looked up when it is used up
 
     def close(self) -> None:
         """Closes its sockets and lets go of its slots."""
@@ -91,13 +91,13 @@ class Outward:
 
     def has_room(self, size: int) -> bool:
         """Whether the buffer takes `size` bytes now; counts them as taken then."""
-        cost = size + _FRAME_COST
-        if cost > self._room:
+        cost = size + FRAME_COST
+        if cost > self.room:
             (taken,) = struct.unpack("i", fcntl.ioctl(self._socket.fileno(), termios.TIOCOUTQ, b"\0\0\0\0"))
-            self._room = self._most - taken
-        if cost > self._room:
+            self.room = self._most - taken
+        if cost > self.room:
             return False
-        self._room -= cost
+        self.room -= cost
         return True
 
     def send(self, parts: Sequence[Any], size: int) -> None:
@@ -128,9 +128,14 @@ class Inward:
         parts[0] is a room for its head, which should be `head`. The frame that is expected lands where it belongs.
         """
         if self._start == self._end and not self._early:
-            count = self._from_kernel(parts)
+            try:
+                count = self.socket.recvmsg_into(parts)[0]
+            except OSError as error:
+                raise self._failure(error) from None
             if count == FRAME.size + size and parts[0] == head:
                 return True
+            if not count:
+                raise RuntimeError("Connection closed by peer")
             self._start = self._end = 0
             for part in parts:  # another frame, or a piece: to the room
                 taken = min(count, len(part))
@@ -206,18 +211,21 @@ class Inward:
         self._room[:left] = bytes(self._room[self._start : self._end])
         self._start, self._end = 0, left
         while self._end < count:
-            self._end += self._from_kernel([self._room[self._end :]])
+            self._end += self._from_kernel(self._room[self._end :])
 
-    def _from_kernel(self, targets: list[Any]) -> int:
+    def _from_kernel(self, target: memoryview) -> int:
         try:
-            count = self.socket.recvmsg_into(targets)[0]
-        except BlockingIOError:
-            raise RuntimeError(f"timed out after {self._timeout_s} s") from None
+            count = self.socket.recv_into(target)
         except OSError as error:
-            raise RuntimeError(f"Connection closed by peer: {error}") from error
+            raise self._failure(error) from None
         if not count:
             raise RuntimeError("Connection closed by peer")
         return count
+
+    def _failure(self, error: OSError) -> RuntimeError:
+        if isinstance(error, BlockingIOError):
+            return RuntimeError(f"timed out after {self._timeout_s} s")
+        return RuntimeError(f"Connection closed by peer: {error}")
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

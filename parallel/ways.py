@@ -15,7 +15,7 @@ from torch import Tensor
 
 from plait.parallel.headers import MAX_TENSORS, Channel, Specs
 from plait.parallel.slots import Mapped, span_of
-from plait.parallel.streams import FRAME, SMALL_BYTES, Inward, bytes_of
+from plait.parallel.streams import FRAME, FRAME_COST, SMALL_BYTES, Inward, bytes_of
 
 if TYPE_CHECKING:
     from plait.parallel.p2p import P2P
@@ -80,7 +80,9 @@ class WayOut:
         try:
             if size > SMALL_BYTES:
                 return outward.put_in_slot(self._tag + microbatch * MAX_TENSORS, tensors, size, self._span)
-            if not outward.has_room(size):
+            if outward.room >= size + FRAME_COST:
+                outward.room -= size + FRAME_COST
+            elif not outward.has_room(size):
                 return False
             outward.send(parts, FRAME.size + size)
         except RuntimeError as error:
