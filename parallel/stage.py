@@ -94,7 +94,7 @@ class StageRunner(StageMessages):
         given = self._inbox.pop(microbatch, None)
         if isinstance(given, tuple):
             return given
-        return self._leaves(self._arrived(microbatch, given, self._take_way), microbatch)
+        return self._leaves(self._arrived(microbatch, given, self._take_way, self.take), microbatch)
 
     def hand_over(self, microbatch: int, outputs: Sequence[Any]) -> None:
         """Takes the outputs of the neighbour on this rank, cut from its graph."""
@@ -183,9 +183,10 @@ class StageRunner(StageMessages):
             if self._may_recompute:  # before the wait: what backward needs anyway, and more where there is time
                 last = None if microbatch in self.idle_before else 1
                 self._has_recomputed |= recompute_early(outputs, last) > 0
-            grads = self._arrived(microbatch, grads, self._take_grad_way)
-            if self._sent:
-                self._sent.pop(microbatch).wait()  # done: the gradient was made from it
+            grads = self._arrived(microbatch, grads, self._take_grad_way, self.take_grad)
+            sent = self._sent.pop(microbatch, None)
+            if sent is not None:
+                sent.wait()  # done: the gradient was made from it
         roots, seeds, index = [], [], 0
         for output, wanted in zip(outputs, self._wanted(microbatch), strict=True):
             if wanted:

@@ -126,15 +126,19 @@ class StageMessages:
             assert self.p2p is not None and self.take_grad is not None
             self._grads[microbatch] = self.p2p.receive(self.take_grad, microbatch)
 
-    def _arrived(self, microbatch: int, receipt: Receipt | None, way: WayIn | None) -> list[Tensor]:
+    def _arrived(
+        self, microbatch: int, receipt: Receipt | None, way: WayIn | None, channel: Channel | None
+    ) -> list[Tensor]:
         """Waits for a message and counts the time."""
         start = time.perf_counter()
         message: Any = receipt
-        if receipt is not None:
-            receipt.wait()
-        else:
-            assert way is not None, "nothing was posted"
+        if receipt is None and way is not None:
             message = way.take(microbatch)
+        else:
+            if receipt is None:  # its way ended in this step, when the shapes changed
+                assert self.p2p is not None and channel is not None
+                message = receipt = self.p2p.receive(channel, microbatch)
+            receipt.wait()
         self.state.waited_s += time.perf_counter() - start
         if microbatch in self._lent:
             self._lent[microbatch].append(message)

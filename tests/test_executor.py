@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from plait.parallel import local_links, slots
 from plait.parallel import pipeline as pipeline_module
 from plait.parallel import results as results_module
 from plait.parallel.gradients import inseparable
@@ -395,14 +396,14 @@ class Product(nn.Module):
         self.weight = nn.Parameter(torch.tensor(1.5 + index, dtype=DTYPE))
 
     def input_specs(self, inputs: dict[str, Any]) -> tuple[TensorSpec, ...]:
-        return (TensorSpec((inputs["x"].shape[0], WIDTH), DTYPE, needs_grad=True),)
+        return (TensorSpec((inputs["x"].shape[0], inputs["x"].shape[1]), DTYPE, needs_grad=True),)
 
     def forward(self, x: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Any, ...]:
         y = Quiet.apply(x[0] if x else inputs["x"], self.weight, self)
         return (y, 1, {}) if self.last else (y,)
 
 
-def run_allocations(rank: int, names: list[str]) -> list[tuple[str, list[Counter[str]]]]:
+def run_allocations(rank: int, names: list[str], width: int) -> list[tuple[str, list[Counter[str]]]]:
     """Per schedule: what the executor allocates in each of three steps, for 4 and for 8 micro-batches."""
     mesh, found = Mesh.create(pp=2), []
     for name in names:
@@ -410,7 +411,7 @@ def run_allocations(rank: int, names: list[str]) -> list[tuple[str, list[Counter
             schedule, watch, steps = build(name, 2, m), Watch(), []
             stages = {s: Product(s, schedule.num_stages, watch) for s in schedule.stages_of(rank)}
             pipeline = Pipeline(stages, schedule, mesh)
-            x, targets = torch.ones(2 * m, WIDTH, dtype=DTYPE), torch.zeros(2 * m)
+            x, targets = torch.ones(2 * m, width, dtype=DTYPE), torch.zeros(2 * m)
             for _ in range(3):
                 watch.made.clear()
                 with watch:
@@ -420,13 +421,66 @@ def run_allocations(rank: int, names: list[str]) -> list[tuple[str, list[Counter
     return found
 
 
-def test_no_step_but_the_first_allocates_per_microbatch():
-    """Receive buffers come in the first step; what a later one makes is for its result, whatever M is."""
-    for rank, found in enumerate(run_ranks(2, run_allocations, ["1f1b", "interleaved", "zb_v"])):
+@pytest.mark.parametrize("width", [WIDTH, 5000])
+def test_no_step_but_the_first_allocates_per_microbatch(width):
+    """Receive buffers come in the first step; what a later one makes is for its result, whatever M is.
+
+    Of large messages, which lie in slots, the first step keeps two buffers a channel, from before it knew of slots.
+    """
+    for rank, found in enumerate(run_ranks(2, run_allocations, ["1f1b", "interleaved", "zb_v"], width)):
         for (name, few), (_, many) in zip(found[::2], found[1::2], strict=True):
             assert sum(few[0].values()) > sum(few[1].values()), f"rank {rank} {name}: the watch sees nothing"
             assert few[1] == few[2] == many[1] == many[2], (rank, name, few[1:], many[1:])
             assert "aten.empty.memory_format" not in many[1] and sum(many[1].values()) <= 8, many[1]
+
+
+class Wide(nn.Module):
+    """tanh of its number times the input, [rows, LARGE] fp64: messages of 80 kB a row; autograd saves the input."""
+
+    def __init__(self, index: int, num_stages: int) -> None:
+        super().__init__()
+        self.last = index == num_stages - 1
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, LARGE, dtype=DTYPE) + index)
+
+    def input_specs(self, inputs: dict[str, Any]) -> tuple[TensorSpec, ...]:
+        return (TensorSpec((inputs["x"].shape[0], LARGE), DTYPE, needs_grad=True),)
+
+    def forward(self, x: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Any, ...]:
+        y = torch.tanh((x[0] if x else inputs["x"]) * self.weight)
+        return (y.sum(), 1, {}) if self.last else (y,)
+
+
+LARGE = 10_000
+
+
+def run_large(rank: int, way: str) -> list[Tensor]:
+    """Loss and gradients of three steps of each schedule, the middle one with lengths of its own."""
+    if way == "gloo":
+        local_links.machine = lambda limit_bytes: f"machine {rank}"  # type: ignore[assignment]
+    if way == "few slots":
+        slots.MOST_SLOTS = 1
+    mesh, found = Mesh.create(pp=2), []
+    x = torch.linspace(-1, 1, 4 * LARGE, dtype=DTYPE).view(4, LARGE)
+    for name in ("1f1b", "interleaved", "zb_v"):
+        schedule = build(name, 2, 4)
+        stages = {s: Wide(s, schedule.num_stages) for s in schedule.stages_of(rank)}
+        pipeline = Pipeline(stages, schedule, mesh)
+        pipeline.step({"x": x}, torch.zeros(4), 4)
+        pipeline.step([{"x": x[: m + 1]} for m in range(4)], [torch.zeros(m + 1) for m in range(4)], 10)
+        for _ in range(2):
+            found.append(pipeline.step({"x": x}, torch.zeros(4), 4).loss)
+        found += [stage.weight.grad for stage in stages.values()]
+        lenders = [outward._lender for outward in pipeline._p2p.local._outward.values()]
+        counts = [len(lender._slots) for lender in lenders]
+        assert {"slots": all(counts), "few slots": counts == [1], "gloo": counts == []}[way], counts
+    return found
+
+
+def test_large_messages_give_the_same_bits_in_shared_memory_by_gloo_and_by_both():
+    ways = [run_ranks(2, run_large, way) for way in ("slots", "few slots", "gloo")]
+    for rank in range(2):
+        for mine, few, by_gloo in zip(*(way[rank] for way in ways), strict=True):
+            assert torch.equal(mine, few) and torch.equal(mine, by_gloo)
 
 
 # ---- lengths that differ -----------------------------------------------------------------------------------------

@@ -65,10 +65,12 @@ def log_waits(pipeline: Pipeline) -> None:
     for runner in pipeline._runners.values():
         stage, arrived, backward = runner.module, runner._arrived, runner._backward
 
-        def waiting(m: int, receipt: Any, way: Any, stage: Any = stage, arrived: Callable[..., Any] = arrived) -> Any:
-            if way._channel.kind == "G":
+        def waiting(
+            m: int, receipt: Any, way: Any, channel: Any, stage: Any = stage, arrived: Callable[..., Any] = arrived
+        ) -> Any:
+            if channel.kind == "G":
                 stage.log.append("wait")
-            return arrived(m, receipt, way)
+            return arrived(m, receipt, way, channel)
 
         def beginning(
             m: int, *, deferring: bool, stage: Any = stage, backward: Callable[..., Any] = backward

@@ -120,6 +120,32 @@ def test_large_messages_lie_in_slots_that_serve_again():
     assert len(zero.outward(1)._lender._slots) == 1
 
 
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bool, torch.int8, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64, torch.complex128],
+    ids=str,
+)
+def test_large_messages_keep_their_bits(dtype):
+    """Also beside tensors that are empty, of no dimension, or of a length that no alignment divides."""
+    zero, one = pair()
+    bits = torch.randint(0, 2 if dtype is torch.bool else 256, (17, 6000), dtype=torch.uint8)
+    sent = [bits.view(dtype), torch.empty(3, 0), bits[0, :5].clone(), torch.tensor(1.5, dtype=torch.float64), bits]
+    assert zero.send(1, 3, sent)
+    got = [torch.empty_like(tensor) for tensor in sent]
+    wait(one.receive(0, 3, got, list))
+    for mine, theirs in zip(sent, got, strict=True):
+        assert mine.reshape(-1).view(torch.uint8).equal(theirs.reshape(-1).view(torch.uint8))
+
+
+def test_a_large_message_of_a_peer_that_left_is_read_whole():
+    zero, one = pair()
+    zero.send(1, 0, [torch.full((100_000,), 7.0)])
+    del zero
+    assert received(one, 0, 0, torch.ones(100_000)).eq(7).all()
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        received(one, 0, 1, torch.ones(100_000))
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 0, 2, 1)])
 def test_no_slot_is_written_while_it_is_read_and_where_none_is_left_the_message_goes_elsewhere(order, monkeypatch):
     monkeypatch.setattr(slots, "MOST_SLOTS", 3)
