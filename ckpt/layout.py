@@ -199,4 +199,4 @@ def _header(entries: dict[str, dict[str, object]], described: dict[str, list[obj
 
 def stored_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     """Returns the bytes of a tensor of this shape."""
-    return prod(shape) * torch.empty((), dtype=dtype).element_size()
+    return prod(shape) * dtype.itemsize

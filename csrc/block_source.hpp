@@ -17,8 +17,9 @@ class BlockSource {
   // The block's bytes, ready to be written by direct I/O: at an aligned
   // address, zeros up to a multiple of kDirectAlignment. May wait for them, and
   // throw when they will not come. Valid until written(block) or, for memory
-  // of the worker's own, until its next block.
-  virtual const char* block(int worker, uint64_t block, size_t bytes) = 0;
+  // of the worker's own, until its next block. crc: takes their CRC32C.
+  virtual const char* block(int worker, uint64_t block, size_t bytes,
+                            uint32_t* crc) = 0;
   // The block has been written: its memory may be used again.
   virtual void written(uint64_t block) = 0;
   // The writer gives up for this reason: whoever waits in block() is thrown it.

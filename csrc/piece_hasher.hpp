@@ -1,4 +1,5 @@
-// XXH3-128 of every piece of a file whose blocks come one after the other.
+// XXH3-128 of every piece of a file whose blocks come one after the other, and
+// the CRC32C of each block.
 #ifndef PLAIT_CSRC_PIECE_HASHER_HPP_
 #define PLAIT_CSRC_PIECE_HASHER_HPP_
 
@@ -18,8 +19,24 @@ class PieceHasher {
   explicit PieceHasher(const std::vector<StagedPiece>& pieces)
       : pieces_(pieces) {}
 
-  // Takes the file's bytes [begin, end), which begin where the last ones ended.
-  void update(const char* data, uint64_t begin, uint64_t end, bool last) {
+  // Takes the file's bytes [begin, end), which begin where the last ones ended;
+  // returns their CRC32C. Bit by bit, so that both find them in the cache.
+  uint32_t update(const char* data, uint64_t begin, uint64_t end, bool last) {
+    constexpr uint64_t kCached = uint64_t{64} << 10;
+    uint32_t crc = 0;
+    for (uint64_t at = begin; at < end; at += kCached) {
+      const uint64_t to = std::min(at + kCached, end);
+      crc = crc32c(data + (at - begin), to - at, crc);
+      hash(data + (at - begin), at, to, last && to == end);
+    }
+    return crc;
+  }
+
+  // Of the pieces that are complete, in their order.
+  const std::vector<std::string>& hashes() const { return hashes_; }
+
+ private:
+  void hash(const char* data, uint64_t begin, uint64_t end, bool last) {
     while (hashes_.size() < pieces_.size()) {
       const StagedPiece& piece = pieces_[hashes_.size()];
       const uint64_t piece_end = piece.file_offset + piece.bytes;
@@ -35,10 +52,6 @@ class PieceHasher {
     }
   }
 
-  // Of the pieces that are complete, in their order.
-  const std::vector<std::string>& hashes() const { return hashes_; }
-
- private:
   const std::vector<StagedPiece>& pieces_;
   Xxh3 hasher_;
   std::vector<std::string> hashes_;

@@ -221,7 +221,7 @@ void Stage::close() {
   changed_.wait(lock, [&] { return running_ == 0; });
 }
 
-const char* Stage::block(int, uint64_t block, size_t) {
+const char* Stage::block(int, uint64_t block, size_t, uint32_t* crc) {
   Lock lock(mutex_);
   changed_.wait(lock, [&] {
     return over_ || (left_[block] == 0 && hashed_blocks_ == block);
@@ -231,7 +231,7 @@ const char* Stage::block(int, uint64_t block, size_t) {
   const uint64_t begin = block * block_bytes();
   const uint64_t end = std::min(begin + block_bytes(), file_bytes_);
   const char* const data = memory(begin);
-  hasher_.update(data, begin, end, end == file_bytes_);
+  *crc = hasher_.update(data, begin, end, end == file_bytes_);
   lock.lock();
   ++hashed_blocks_;
   changed_.notify_all();

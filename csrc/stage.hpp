@@ -78,7 +78,8 @@ class Stage final : public BlockSource {
   // Ends it, and returns when no thread of it reads any memory.
   void close();
 
-  const char* block(int worker, uint64_t block, size_t bytes) override;
+  const char* block(int worker, uint64_t block, size_t bytes,
+                    uint32_t* crc) override;
   void written(uint64_t block) override {
     std::unique_lock<std::mutex> lock(mutex_);
     written_[block] = true;

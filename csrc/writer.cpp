@@ -75,7 +75,20 @@ class PieceSource final : public BlockSource {
     }
   }
 
-  const char* block(int worker, uint64_t block, size_t bytes) override {
+  const char* block(int worker, uint64_t block, size_t bytes,
+                    uint32_t* crc) override {
+    const char* const data = find(worker, block, bytes);
+    *crc = crc32c(data, bytes);
+    return data;
+  }
+
+  void written(uint64_t) override {}
+  void give_up(std::exception_ptr) override {}  // Nobody ever waits.
+
+ private:
+  using Iterator = std::vector<Piece>::const_iterator;
+
+  const char* find(int worker, uint64_t block, size_t bytes) {
     const uint64_t begin = block * block_bytes_;
     const char* source = in_one_piece(begin, bytes);
     if (source != nullptr &&
@@ -88,12 +101,6 @@ class PieceSource final : public BlockSource {
     std::memset(buffer + bytes, 0, padded - bytes);
     return buffer;
   }
-
-  void written(uint64_t) override {}
-  void give_up(std::exception_ptr) override {}  // Nobody ever waits.
-
- private:
-  using Iterator = std::vector<Piece>::const_iterator;
 
   // The first piece that ends after `offset`.
   Iterator first_after(uint64_t offset) const {
@@ -152,8 +159,8 @@ WriteResult write_blocks(Io& io, const std::string& path, BlockSource& source,
     const uint64_t begin = block * block_bytes;
     const uint64_t bytes = std::min(block_bytes, file_bytes - begin);
     try {
-      const char* data = source.block(worker, block, bytes);
-      result.crcs[block] = crc32c(data, bytes);
+      const char* data =
+          source.block(worker, block, bytes, &result.crcs[block]);
       limit.take(bytes);
       const bool direct = file.direct();
       const size_t padded = direct ? round_up(bytes, kDirectAlignment) : bytes;
