@@ -434,6 +434,9 @@ def test_no_step_but_the_first_allocates_per_microbatch(width):
             assert "aten.empty.memory_format" not in many[1] and sum(many[1].values()) <= 8, many[1]
 
 
+LARGE = 10_000
+
+
 class Wide(nn.Module):
     """tanh of its number times the input, [rows, LARGE] fp64: messages of 80 kB a row; autograd saves the input."""
 
@@ -448,9 +451,6 @@ class Wide(nn.Module):
     def forward(self, x: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Any, ...]:
         y = torch.tanh((x[0] if x else inputs["x"]) * self.weight)
         return (y.sum(), 1, {}) if self.last else (y,)
-
-
-LARGE = 10_000
 
 
 def run_large(rank: int, way: str) -> list[Tensor]:

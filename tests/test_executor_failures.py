@@ -18,6 +18,7 @@ from plait.parallel.mesh import Mesh
 from plait.parallel.pipeline import ChannelTimeout, Pipeline
 from plait.parallel.schedules import build, one_f_one_b
 from tests.ranks import run_ranks
+from tests.test_executor import LARGE, Wide
 from tests.test_pipeline import DTYPE, WIDTH, LinearStage
 
 pytestmark = pytest.mark.ranks
@@ -85,6 +86,38 @@ def test_every_other_rank_names_whom_it_waited_for(name, how, victim, tmp_path):
         neighbours += f"peer rank {victim}" in text
         assert timed_out or how == signal.SIGKILL or "Connection closed" in text, text
     assert neighbours, "no rank names the one that fell"
+
+
+class DoomedWide(Wide):
+    """Ends its process in the third backward of the second step, while messages lie in slots both ways."""
+
+    steps = 0
+
+    def forward(self, x: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Any, ...]:
+        (y, *rest) = super().forward(x, inputs)
+        self.steps += inputs["microbatch"] == 0
+        if self.last and self.steps == 2 and inputs["microbatch"] == 2:
+            y.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        return (y, *rest)
+
+
+def run_killed_with_slots(rank: int) -> str:
+    """Rank 1 dies; rank 0 still reads what lies in the slots."""
+    pipeline = Pipeline({rank: DoomedWide(rank, 2)}, one_f_one_b(2, M), Mesh.create(pp=2, timeout_s=TIMEOUT_S))
+    x, targets = torch.ones(M, LARGE, dtype=DTYPE), torch.zeros(M)
+    pipeline.step({"x": x}, targets, M)
+    with pytest.raises(RuntimeError) as caught:
+        pipeline.step({"x": x}, targets, M)
+    assert pipeline._p2p is not None and pipeline._p2p.local is not None
+    assert pipeline._p2p.local.outward(1)._lender._slots, "no message lay in a slot"
+    return str(caught.value)
+
+
+def test_a_peer_that_dies_with_messages_in_shared_memory_is_named():
+    files = set(os.listdir("/dev/shm"))
+    text, _ = run_ranks(2, run_killed_with_slots, expect_dead=(1,))
+    assert re.search(r"rank 0 action 0(RECV_B2|SEND_F\d) .*peer rank 1", text), text
+    assert set(os.listdir("/dev/shm")) <= files, "something was left behind"
 
 
 def run_crossed(rank: int) -> str:
