@@ -228,6 +228,11 @@ class Snapshots:
         found = candidates(self._io, self.root, step, self._threads, self._tiers, self._key)
         return restore_state(found, self.root, self.rank, self._agreement, state, wanted)
 
+    def settle(self) -> None:
+        """Removes what the ranks left in the folder to agree on a restore, once all of them have returned from it,
+        which the caller knows; else the next commit does."""
+        self._agreement.clear()
+
     def latest(self) -> int | None:
         """Returns the step of the newest snapshot whose manifest verifies, here or in a tier, or None."""
         folder = newest_valid(self._io, self.root, self._key) if not self._tiers.unions else None

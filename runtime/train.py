@@ -166,14 +166,21 @@ class Trainer:
                 session=self.session + 1,
             ) as source:
                 restored = source.restore(self.state, step=step)
+                self._settle(source)
         elif config.resume == "none" or (config.resume == "latest" and empty):
             return None
         else:
             wanted = None if config.resume == "latest" else int(config.resume)
             restored = self.snapshots.restore(self.state, step=wanted)
+            self._settle(self.snapshots)
         skipped = "".join(f"; passed over {name}: {reason}" for name, reason in restored.report.skipped)
         grid = ", ".join(f"{name}={size}" for name, size in restored.report.saved_grid.items())
         return f"{restored.report.folder}, saved on {grid}{skipped}"
+
+    def _settle(self, snapshots: Snapshots) -> None:
+        """Removes what the restore left behind; a run with nothing left to train would never commit over it."""
+        collectives.barrier(self.everyone)
+        snapshots.settle()
 
     def _steps(self) -> bool:
         """Steps until the end or a stop, whose state is saved; returns whether it was a stop."""

@@ -244,6 +244,7 @@ def test_a_second_start_reports_the_recovery_and_a_third_has_nothing_to_do(tmp_p
     assert said["rto_s"] > said["restart_s"] > 0.0 and 0.0 < said["goodput"] < 1.0
     out = run(f"{flags} --steps {steps + 2}")
     assert f"nothing left to train: step {steps + 2} of {steps + 2} is done" in out and "RTO" not in out
+    assert not list((tmp_path / "run").glob(".tmp-*")), "what the ranks said to each other during the restore"
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
