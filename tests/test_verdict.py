@@ -90,6 +90,7 @@ def test_rate_bound_is_the_rule_of_three_and_the_published_interval():
 def test_each_verdict_has_its_case():
     assert [verdict(r) for r in (UP, DOWN, FLAT)] == [Verdict.SLOWER, Verdict.FASTER, Verdict.SAME]
     assert verdict((1.05, 1.05, 1.05, 1.05, 0.99)) == Verdict.INCONCLUSIVE  # one process disagrees
+    assert not decide([case((1.05, 1.05, 1.05, 1.05, 0.99))], RULE)[0].suspect  # nor is it measured again: p is 0.06
     assert verdict((1.01,) * 5) == Verdict.SAME  # real, but within the bound
 
 
