@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from plait.kernels.column_sums import sum_launch
 from plait.kernels.launch import Launch, compute_dtype, next_power_of_two, rows_of, triton_dtype
 from plait.kernels.philox import keep_threshold, philox_keep, philox_keep_any, philox_load_key
 from plait.kernels.plans import Built, Site, planned
@@ -198,21 +199,24 @@ def _build_backward(
     site: Site, dout: torch.Tensor, pre: torch.Tensor | None, rng: torch.Tensor | None, code: int, p: float,
     sample_offset: int, row_offset: int, col_offset: int, want_sums: bool,
 ) -> Built:  # fmt: skip
-    """Results (dpre, the programs' column sums or None)."""
-    num_cols, dpre, partial = dout.shape[-1], site.empty(dout.shape, dout.dtype), None
-    if want_sums:
-        programs = row_programs(dout.numel() // num_cols) if dout.numel() else 0
-        partial = site.empty((programs, num_cols), compute_dtype(dout.dtype))
+    """Results (dpre, its column sums; without `want_sums` or rows nothing is launched for them)."""
+    num_cols, dpre = dout.shape[-1], site.empty(dout.shape, dout.dtype)
+    if not dout.numel():
+        return Built((dpre, site.full((num_cols if want_sums else 0,), dout.dtype, 0.0)))
     mask = None if rng is None else (rng, p, sample_offset, row_offset, col_offset)
-    launches = [backward_launch(dout, pre, code, mask, dpre, partial)] if dout.numel() else []
-    return Built((dpre, partial), launches)
+    total = site.empty((num_cols if want_sums else 0,), dout.dtype)
+    if not want_sums:
+        return Built((dpre, total), [backward_launch(dout, pre, code, mask, dpre, None)])
+    partial = site.empty((row_programs(dout.numel() // num_cols), num_cols), compute_dtype(dout.dtype))
+    launches = [backward_launch(dout, pre, code, mask, dpre, partial), sum_launch(partial, total)]
+    return Built((dpre, total), launches)
 
 
 def launch_backward(
     dout: torch.Tensor, pre: torch.Tensor | None, code: int,
     mask: tuple[torch.Tensor, float, int, int, int] | None, want_sums: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """(dpre, its column sums in the compute dtype or None) by Triton."""
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dpre, its column sums or empty), both in dout's dtype, by Triton."""
     rng, *place = (None, 0.0, 0, 0, 0) if mask is None else mask
-    dpre, partial = planned(_build_backward, (dout, pre, rng), code, *place, want_sums)
-    return dpre, None if partial is None else partial.sum(0)
+    found: tuple[torch.Tensor, torch.Tensor] = planned(_build_backward, (dout, pre, rng), code, *place, want_sums)
+    return found

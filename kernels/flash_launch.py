@@ -194,21 +194,21 @@ def _build_backward(
     out: torch.Tensor, lse: torch.Tensor, rng: torch.Tensor | None, cu_q: torch.Tensor | None,
     cu_k: torch.Tensor | None, *numbers: Any,
 ) -> Built:  # fmt: skip
-    """Results (dq, dk, dv, delta)."""
+    """Results (dq, dk, dv, delta, an empty tensor)."""
     options = Options(*numbers)
     if cu_q is None and q.numel():
         dq, dk, dv = (site.empty(x.shape, x.dtype) for x in (q, k, v))
     else:  # rows past the last document are not visited
         dq, dk, dv = (site.full(x.shape, x.dtype, 0.0) for x in (q, k, v))
     lse = lse.contiguous()
-    delta, base = site.empty(lse.shape, lse.dtype), site.empty(lse.shape, lse.dtype)
+    delta, base, empty = (site.empty(shape, lse.dtype) for shape in (lse.shape, lse.shape, (0,)))
     if not q.numel():
-        return Built((dq, dk, dv, delta))
+        return Built((dq, dk, dv, delta, empty))
     first = delta_launch(dout, dlse, out.contiguous(), lse, delta, base)
     query, key = gradient_launches(
         dout, q, k, v, base, delta, rng, cu_q, cu_k, options, dq, dk, dv, site.arch
     )  # fmt: skip
-    return Built((dq, dk, dv, delta), [first, query, key] if k.numel() else [first, query])
+    return Built((dq, dk, dv, delta, empty), [first, query, key] if k.numel() else [first, query])
 
 
 def launch_backward(
@@ -217,5 +217,5 @@ def launch_backward(
     cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, options: tuple[Any, ...],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dq, dk, dv, dsinks [H] or empty)."""
-    dq, dk, dv, delta = planned(_build_backward, (dout, dlse, q, k, v, out, lse, rng, cu_q, cu_k), *options)
-    return dq, dk, dv, sink_gradient(sinks, lse, delta)
+    dq, dk, dv, delta, empty = planned(_build_backward, (dout, dlse, q, k, v, out, lse, rng, cu_q, cu_k), *options)
+    return dq, dk, dv, empty if sinks is None else sink_gradient(sinks, lse, delta)

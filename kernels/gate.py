@@ -111,6 +111,7 @@ RULES: dict[str, Rule] = {
     "l2_norm.narrow": Rule(min_warps=32),
     "l2_norm.strided": Rule(min_warps=16),
     "l2_norm.finish": Rule(min_warps=32),  # one program
+    "column_sums": Rule(min_warps=32, narrow=1, wide=0.9, reason="one sum a column"),
     "tables.write": Rule(min_warps=32),  # one program of one warp
     "dropout": Rule(min_warps=48, narrow=2, wide=0.6, reason="seed and offset"),
     "embedding.forward": Rule(min_warps=48, narrow=0),
@@ -128,8 +129,8 @@ VARIANTS = (
 # On gfx942: rows and stages of what spills in sm_80's tile (182 registers of 438); and the points of the short run.
 AMD_TILES = {"attention.dkdv": (32, 1)}
 AMD_SHORT = (
-    "swiglu.forward", "rms_norm_residual.backward.8192", "adamw.run.bf16_master", "embedding.crossing",
-    "attention.dq.128", "linear.forward",
+    "swiglu.forward", "rms_norm_residual.backward.8192", "adamw.run.bf16_master", "attention.dq.128",
+    "linear.forward",
 )  # fmt: skip
 
 

@@ -129,8 +129,7 @@ def activation_backward(
     """(the gradient before activation and dropout, its column sums in dout's dtype or empty): one pass in Triton."""
     mask = None if rng is None else (rng.contiguous(), p, sample_offset, row_offset, col_offset)
     if use_triton(dout):
-        dpre, total = activations.launch_backward(dout, pre, activation, mask, sums)
-        return dpre, dout.new_empty(0) if total is None else total.to(dout.dtype)
+        return activations.launch_backward(dout, pre, activation, mask, sums)
     dpre = dout if mask is None else drop(dout, mask)
     dpre = (dpre.clone() if pre is None else activation_grad(dpre, pre, activation)).contiguous()
     return dpre, flat(dpre).sum(0) if sums else dpre.new_empty(0)

@@ -3,9 +3,9 @@
 Narrow rows, such as heads, share a program (norm_tiles.py).
 
 CENTRED subtracts the mean (layer_norm); without it mean_ptr is not touched. The gradients of weight and bias have two
-stages: a program adds up its rows in order, then the programs' sums are added in order; programs depend on the number
-of rows alone, so that runs agree bit for bit. Wide rows are read once per pass (from the second on out of the cache);
-their partial sums lie in memory, each written by one program only. Formulas: rmsnorm.py, layernorm.py.
+stages: a program adds up its rows in order, then column_sums.py adds the programs' sums. How many they are depends on
+the number of rows alone, so that runs agree bit for bit. Wide rows are read once per pass (from the second on out of
+the cache); their partial sums lie in memory, each written by one program only. Formulas: rmsnorm.py, layernorm.py.
 """
 
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from plait.kernels.column_sums import sum_launch
 from plait.kernels.launch import Launch, compute_dtype, from_table, next_power_of_two, rows_of, triton_dtype
 from plait.kernels.norm_tiles import NUM_TILE_PARTIALS, backward_tiles, forward_tiles, rows_of_tile
 from plait.kernels.plans import Built, Site, planned
@@ -345,16 +346,16 @@ def _build_backward(
     site: Site, dy: torch.Tensor, h: torch.Tensor, weight: torch.Tensor | None, mean: torch.Tensor | None,
     rstd: torch.Tensor, dh: torch.Tensor | None, has_bias: bool,
 ) -> Built:  # fmt: skip
-    """Results (dx, partial sums of dweight, of dbias); None where there is no weight or bias."""
-    num_programs = num_partials(rstd.numel(), h.shape[-1])
-    shape = (num_programs, h.shape[-1])
-    dx = site.empty(h.shape, h.dtype)
-    dweight = None if weight is None else site.empty(shape, rstd.dtype)
-    dbias = site.empty(shape, rstd.dtype) if has_bias else None
-    launches = []
-    if num_programs:
-        launches.append(backward_launch(dy, h, weight, mean, rstd, dh, dx, dweight, dbias, num_programs))
-    return Built((dx, dweight, dbias), launches)
+    """Results (dx, dweight, dbias); None where there is no weight or bias."""
+    num_programs, width = num_partials(rstd.numel(), h.shape[-1]), h.shape[-1]
+    dx, wanted = site.empty(h.shape, h.dtype), (weight is not None, has_bias)
+    if not num_programs:
+        return Built((dx, *[site.full((width,), h.dtype, 0.0) if want else None for want in wanted]))
+    partial = [site.empty((num_programs, width), rstd.dtype) if want else None for want in wanted]
+    launches = [backward_launch(dy, h, weight, mean, rstd, dh, dx, partial[0], partial[1], num_programs)]
+    totals = [None if part is None else site.empty((width,), h.dtype) for part in partial]
+    launches += [sum_launch(a, b) for a, b in zip(partial, totals, strict=True) if a is not None and b is not None]
+    return Built((dx, *totals), launches)
 
 
 def run_backward(
@@ -362,7 +363,7 @@ def run_backward(
     dh: torch.Tensor | None, has_bias: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """(dx, dweight, dbias) in h's dtype; None where there is no weight or bias."""
-    dx, dweight, dbias = planned(_build_backward, (dy, h, weight, mean, rstd, dh), has_bias)
-    if dweight is not None:
-        dweight = dweight.sum(0).to(h.dtype)
-    return dx, dweight, None if dbias is None else dbias.sum(0).to(h.dtype)
+    found: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None] = planned(
+        _build_backward, (dy, h, weight, mean, rstd, dh), has_bias
+    )
+    return found

@@ -1,6 +1,6 @@
 """Launches of the kernels that stream memory once, by name, for inspection without a GPU.
 
-adamw_, l2_norm, dropout, embedding: the dtypes and sizes of training; tables stand for a model's parameters.
+adamw_, l2_norm, dropout, embedding, column sums: dtypes and sizes of training; tables stand for a model's parameters.
 """
 
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from plait.kernels import adamw_triton, dropout_op, embed_triton, norms, tables
+from plait.kernels import adamw_triton, column_sums, dropout_op, embed_triton, norms, tables
 from plait.kernels.inspect import meta
 from plait.kernels.launch import Launch
 
@@ -54,6 +54,10 @@ def _finish() -> Launch:
     return norms.partials_launch(meta(1 << 13, dtype=torch.float32), torch.empty((), device="meta"))
 
 
+def _column_sums() -> Launch:
+    return column_sums.sum_launch(meta(264, _MODEL, dtype=torch.float32), meta(_MODEL))
+
+
 def _write() -> Launch:
     """The writer of tables within a CUDA graph."""
     return tables.write_launches(list(range(2, 34)), _table())[0]
@@ -79,7 +83,11 @@ def _embedding_gradient(stage: int, accumulate: bool) -> Launch:
 
 def points() -> dict[str, Callable[[], Launch]]:
     """Every point by name, as a function that makes its launch."""
-    found: dict[str, Callable[[], Launch]] = {"l2_norm.finish": _finish, "tables.write": _write}
+    found: dict[str, Callable[[], Launch]] = {
+        "column_sums": _column_sums,
+        "l2_norm.finish": _finish,
+        "tables.write": _write,
+    }
     for dtypes in ("fp32", "bf16_master", "bf16_rounded"):
         for kind in ("run", "table", "narrow", "strided"):
             found[f"adamw.{kind}.{dtypes}"] = partial(_adamw, kind, dtypes)

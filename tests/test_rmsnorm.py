@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.kernels import norm_rows, norm_tiles, rms_norm, rms_norm_ref, rmsnorm
+from plait.kernels import column_sums, norm_rows, norm_tiles, rms_norm, rms_norm_ref, rmsnorm
 from plait.kernels.plans import planned
 from tests.cases import (
     TOLERANCE,
@@ -104,6 +104,19 @@ def test_programs_add_up_several_rows(monkeypatch, kind):
     limit_norms(monkeypatch, kind)
     compare(_plain, _plain_ref, normal(7, 10), normal(10, seed=1))
     compare(_residual, _residual_ref, normal(7, 10), normal(10, seed=1), normal(7, 10, seed=2))
+
+
+@interpret
+@needs_interpreter
+@pytest.mark.parametrize("rows,cols", [(1, 1), (31, 33), (33, 64), (264, 7), (0, 5)])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_partial_sums_are_added_whatever_their_number(rows, cols, dtype):
+    partial = normal(rows, cols, dtype=torch.float64 if dtype is torch.float64 else torch.float32)
+    outs = [torch.full((cols + 1,), 7.0, dtype=dtype) for _ in range(2)]
+    for out in outs:
+        column_sums.sum_launch(partial, out[:cols]).run()
+    close(outs[0][:cols], partial.sum(0), dtype, "sums")
+    assert torch.equal(*outs) and outs[0][cols] == 7.0
 
 
 @interpret
