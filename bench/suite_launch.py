@@ -25,71 +25,19 @@ from unittest import mock
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 
 from plait import kernels
+from plait.bench.launch_floor import Alone, bare_kernel, empty_op
 from plait.bench.spec import Case, CaseResult, Measured, Options, Suite, WrongResultError
 from plait.bench.timer import interleave
-from plait.kernels import launch, loss_chunks, matmul_launch, registration
+from plait.kernels import launch, loss_chunks, matmul_launch
 
 CALLS = 20  # in a block
 TOLERANCE = 4e-2  # bf16 on the card beside bf16 on the CPU, as a share of the largest entry
 NO_CARD = 1 << 20  # index of the device that is not there: what triton keeps for it serves no card
-
-
-@triton.jit
-def _bare_kernel(x_ptr):
-    tl.store(x_ptr, 0.0)
-
-
-class _Alone(torch.autograd.Function):
-    """Nothing but torch's own part: a node with as many inputs and gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
-        ctx.save_for_backward(*inputs)
-        return torch.empty_like(inputs[0])
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> Any:
-        return ctx.saved_tensors
-
-
-@functools.cache
-def _empty_op(num_inputs: int) -> Any:
-    """An op of so many tensors that gives one like the first, and whose gradient is an op of the same kind."""
-    tensors = ", ".join([f"Tensor x{i}" for i in range(num_inputs)])
-    kinds = ", ".join(["Tensor"] * num_inputs)
-
-    def gradients(dout: Tensor, *inputs: Tensor) -> Any:
-        found = tuple([torch.empty_like(x) for x in inputs])
-        return found if num_inputs > 1 else found[0]
-
-    class Empty(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *inputs: Tensor) -> Tensor:
-            with registration.below_autograd():
-                out: Tensor = op(*inputs)
-            ctx.save_for_backward(*inputs)
-            return out
-
-        @staticmethod
-        @registration.once_differentiable
-        def backward(ctx: Any, dout: Tensor) -> Any:
-            return grad(dout, *ctx.saved_tensors)
-
-    def first_like(x: Tensor, *others: Tensor) -> Tensor:
-        return torch.empty_like(x)
-
-    name = f"bench_empty_{num_inputs}"
-    registration.register(f"{name}({tensors}) -> Tensor", first_like, first_like, Empty.apply)
-    registration.register(f"{name}_grad(Tensor dout, {tensors}) -> ({kinds})", gradients, gradients)
-    # By torch's dispatcher, which the ops of plait.kernels may skip.
-    op, grad = (getattr(torch.ops.plait, n).default for n in (name, f"{name}_grad"))
-    return op
 
 
 Call = tuple[Callable[..., Any], list[Tensor]]  # an op and the tensors it is called with
@@ -204,7 +152,7 @@ def stubbed() -> Iterator[_NoDriver]:
         mock.patch("triton.compiler.compile", lambda *args, **more: _Unlaunched()),
         mock.patch.object(launch, "INTERPRETED", True),  # what sends CPU tensors to Triton, ...
         mock.patch.object(matmul_launch, "INTERPRETED", True),  # ... and products that torch may do on a card
-        mock.patch.object(loss_chunks, "multiply", lambda a, b, out: _bare_kernel[(1,)](out)),  # always torch's
+        mock.patch.object(loss_chunks, "multiply", lambda a, b, out: bare_kernel[(1,)](out)),  # always torch's
     ):
         yield driver
 
@@ -219,16 +167,16 @@ def providers(name: str, backward: bool, device: str) -> dict[str, Callable[[], 
         for value in inputs:
             value.requires_grad_()
         found["plait"] = _both_ways(op, inputs)
-        found["empty op"] = _both_ways(_empty_op(len(inputs)), inputs)
-        found["autograd"] = _both_ways(_Alone.apply, inputs)
+        found["empty op"] = _both_ways(empty_op(len(inputs)), inputs)
+        found["autograd"] = _both_ways(Alone.apply, inputs)
     else:
         x = _normal(device, 64, 256)
         found["plait"] = functools.partial(op, *inputs)
-        found["empty op"] = functools.partial(_empty_op(1), x)
+        found["empty op"] = functools.partial(empty_op(1), x)
 
     def bare() -> None:
         for _ in range(1 + backward):
-            _bare_kernel[(1,)](target)
+            bare_kernel[(1,)](target)
 
     def floor() -> None:
         bare()

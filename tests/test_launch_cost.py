@@ -38,8 +38,8 @@ def counted_calls(call):
 
 
 # Python functions entered by one call, (forward, forward and backward), a twentieth above what was counted
-# (2026-11-30); None: without a gradient. A bare launch and an empty op enter 23 and, each twice in a backward, 78. Not
-# held here: the losses' own passes in torch, and how long lists of tensors are.
+# (2026-11-30); None: without a gradient. A bare launch and an empty op enter 23 and, each twice in a backward, 78.
+# Not held here: the losses' own passes in torch, and how long lists of tensors are.
 MOST_CALLS = {
     "linear gelu": (28, 158),
     "linear dropout": (30, 158),
