@@ -27,8 +27,9 @@ from plait.bench.timer import interleave
 from plait.launch import launch
 from plait.parallel.collectives import all_reduce
 from plait.parallel.mesh import Axis, Mesh
-from plait.parallel.schedules import NAMES, Costs
+from plait.parallel.schedules import NAMES, Costs, Event, Timeline
 from plait.parallel.schedules.action import COMPUTE, singles
+from plait.parallel.schedules.machine import makes, needs
 from plait.parallel.schedules.measured import measured_costs
 from plait.parallel.timelines import gather_timeline
 from plait.rank import Rank
@@ -90,8 +91,34 @@ def limited(options: Options, params: Mapping[str, Any]) -> Options:
 
 def plan_s(params: Mapping[str, Any]) -> float:
     """The simulated makespan of the case's sleeps."""
+    return planned(params).makespan
+
+
+def planned(params: Mapping[str, Any]) -> Timeline:
+    """The case's sleeps in time."""
     forward, inputs, weight = (params[f"{name}_s"] for name in ("forward", "input", "weight"))
-    return schedule_of(dict(params)).simulate(Costs(forward, inputs + weight, inputs, weight)).makespan
+    return schedule_of(dict(params)).simulate(Costs(forward, inputs + weight, inputs, weight))
+
+
+def num_critical(params: Mapping[str, Any]) -> int:
+    """How many actions follow one another, each waiting for the one before, until the plan's last end.
+
+    What an action takes beyond its sleep is paid so many times: two stages a rank halve the sleeps, not that.
+    """
+    line, num_stages = planned(params), schedule_of(dict(params)).num_stages
+    before: dict[Any, Event] = {}  # of a rank its last event, of a product its maker
+    depth: dict[Any, int] = {}
+    events = [(rank, event) for rank, lane in enumerate(line.lanes) for event in lane]
+    events = [(r, e) for r, e in events if all(single.op in COMPUTE for single in e.action.singles)]
+    for rank, event in sorted(events, key=lambda item: item[1].end):
+        singles_of = event.action.singles
+        needed = [rank, *(product for single in singles_of for product in needs(single, num_stages))]
+        waited = [before[key] for key in needed if key in before and before[key].end > event.start - 1e-9]
+        depth[event.action] = 1 + max((depth[earlier.action] for earlier in waited), default=0)
+        before[rank] = event
+        before |= {product: event for single in singles_of for product in makes(single)}
+    end = max(event.end for _, event in events)
+    return max(depth[event.action] for _, event in events if event.end > end - 1e-9)
 
 
 def num_actions(params: Mapping[str, Any]) -> int:
@@ -113,6 +140,7 @@ def result_of(case: Case, record: Mapping[str, Any]) -> CaseResult:
         if sleeping:
             busy_s = record["busy_s"][name]  # mean over ranks, summed over the counted rounds
             figures |= {"bubble": 1 - busy_s / sum(samples), "slept": busy_s / rounds / nominal_s}
+            figures["late us/critical action"] = (median(samples) - plan) / num_critical(params) * 1e6
         host_s, cpu_s = record["host_s"][name], record["cpu_s"][name]  # summed over ranks and rounds
         figures["host us/action"] = host_s / rounds / actions * 1e6
         figures["CPU us/action"] = cpu_s / rounds / actions * 1e6

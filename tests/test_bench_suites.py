@@ -354,6 +354,18 @@ def test_peers_names_of_fused_weights_are_ours():
             assert torch.equal(found[f"layers.0.{ours}.weight"][index], grads[f"layers.0.{name}.weight"].grad)
 
 
+@pytest.mark.parametrize(
+    "name, pp, m, count",
+    [
+        ("1f1b", 4, 8, 2 * (8 + 4 - 1)), ("gpipe", 8, 16, 2 * (16 + 8 - 1)),  # m + p - 1 times F and B
+        ("zb_v", 8, 16, 6 * 16 + 8 - 1),  # a rank without a gap: F, I and W of two stages, after p - 1 others
+    ],
+)  # fmt: skip
+def test_actions_that_follow_one_another_are_counted(name, pp, m, count):
+    case = suite_pipeline.case_of("sleep", pp, m, 40.0, 16, 3, name)
+    assert suite_pipeline.num_critical(case.params) == count
+
+
 def test_the_table_has_ratios_to_plan_and_peer_and_host_times():
     case = suite_pipeline.cases(False)[1]
     record = {
@@ -370,6 +382,7 @@ def test_the_table_has_ratios_to_plan_and_peer_and_host_times():
     assert "failed: broke" in lines[3] and lines[-1].startswith("sleep: plan")
     ours = result.providers["plait"].figures
     assert ours["bubble"] == pytest.approx(1 - 0.2 / 0.306) and ours["host us/action"] == pytest.approx(100)
+    assert ours["late us/critical action"] == pytest.approx(2000 / 22)
     assert "Schedule1F1B" in result.note
 
 
