@@ -195,6 +195,7 @@ def _attend(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
     FOLDED: tl.constexpr, DESCRIPTORS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_HEAD: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_COL: tl.constexpr, COMPUTE: tl.constexpr,
+    SPECIALIZED: tl.constexpr,
 ):  # fmt: skip
     """Folds keys [low, high) into (acc, top, total): out before division, maximum score, sum of exponentials.
 
@@ -202,7 +203,7 @@ def _attend(
     scale, which then costs nothing: it is part of the fused multiply-add in front of exp2.
     """
     num_cols = extent[1]
-    for first_col in range(low, high, BLOCK_COL):
+    for first_col in tl.range(low, high, BLOCK_COL, warp_specialize=SPECIALIZED):
         cols = first_col + tl.arange(0, BLOCK_COL)
         k = load_tile(keys, first_col, cols, num_cols, DESCRIPTORS, HEAD_DIM, BLOCK_HEAD)
         if FOLDED:
@@ -237,7 +238,7 @@ def attention_forward_kernel(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr,
     PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_HEAD: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, BLOCK_ROW: tl.constexpr, BLOCK_COL: tl.constexpr, BLOCK_DOCS: tl.constexpr,
-    COMPUTE: tl.constexpr, FOLDED: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    COMPUTE: tl.constexpr, FOLDED: tl.constexpr, DESCRIPTORS: tl.constexpr, SPECIALIZED: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles * heads * batch). out is contiguous [B, T, H, Kv], lse [B, H, T]."""
     number, head, batch = find_pair(tl.program_id(0), num_tiles, num_heads, num_pairs, together)
@@ -258,7 +259,11 @@ def attention_forward_kernel(
         lse_ptr += (batch_64 * num_heads + head_64) * num_tokens + row_64
 
         rows = first_row + tl.arange(0, BLOCK_ROW)
-        q = load_rows(q_ptr, rows, num_rows, stride_q_token, stride_q_dim, HEAD_DIM, BLOCK_HEAD)
+        # The group of warps that loads takes descriptors alone, for q too.
+        queries = row_source(
+            q_ptr, num_rows, stride_q_token, stride_q_dim, SPECIALIZED, HEAD_DIM, BLOCK_ROW, BLOCK_HEAD
+        )
+        q = load_tile(queries, first_row, rows, num_rows, SPECIALIZED, HEAD_DIM, BLOCK_HEAD)
         acc = tl.zeros([BLOCK_ROW, BLOCK_VALUE], COMPUTE)
         top = tl.full([BLOCK_ROW], float("-inf"), COMPUTE)
         total = tl.zeros([BLOCK_ROW], COMPUTE)
@@ -275,21 +280,24 @@ def attention_forward_kernel(
         low, full_low, full_high, high = key_range(
             first_row, num_rows, num_cols, window, CAUSAL, WINDOW, BLOCK_ROW, BLOCK_COL
         )
-        if WINDOW:
+        if SPECIALIZED:  # the compiler splits a loop among groups of warps, but no second one beside it
+            full_high = low
+        else:
+            if WINDOW:
+                acc, top, total = _attend(
+                    acc, top, total, q, keys, values, rows, extent, low, full_low, scales, counter, keep_scale,
+                    CAUSAL, WINDOW, SOFTCAP, DROPOUT, True, FOLDED, DESCRIPTORS,
+                    HEAD_DIM, VALUE_DIM, BLOCK_HEAD, BLOCK_VALUE, BLOCK_COL, COMPUTE, False,
+                )  # fmt: skip
             acc, top, total = _attend(
-                acc, top, total, q, keys, values, rows, extent, low, full_low, scales, counter, keep_scale,
-                CAUSAL, WINDOW, SOFTCAP, DROPOUT, True, FOLDED, DESCRIPTORS,
-                HEAD_DIM, VALUE_DIM, BLOCK_HEAD, BLOCK_VALUE, BLOCK_COL, COMPUTE,
+                acc, top, total, q, keys, values, rows, extent, full_low, full_high, scales, counter, keep_scale,
+                CAUSAL, WINDOW, SOFTCAP, DROPOUT, False, FOLDED, DESCRIPTORS,
+                HEAD_DIM, VALUE_DIM, BLOCK_HEAD, BLOCK_VALUE, BLOCK_COL, COMPUTE, False,
             )  # fmt: skip
-        acc, top, total = _attend(
-            acc, top, total, q, keys, values, rows, extent, full_low, full_high, scales, counter, keep_scale,
-            CAUSAL, WINDOW, SOFTCAP, DROPOUT, False, FOLDED, DESCRIPTORS,
-            HEAD_DIM, VALUE_DIM, BLOCK_HEAD, BLOCK_VALUE, BLOCK_COL, COMPUTE,
-        )  # fmt: skip
         acc, top, total = _attend(
             acc, top, total, q, keys, values, rows, extent, full_high, high, scales, counter, keep_scale,
             CAUSAL, WINDOW, SOFTCAP, DROPOUT, True, FOLDED, DESCRIPTORS,
-            HEAD_DIM, VALUE_DIM, BLOCK_HEAD, BLOCK_VALUE, BLOCK_COL, COMPUTE,
+            HEAD_DIM, VALUE_DIM, BLOCK_HEAD, BLOCK_VALUE, BLOCK_COL, COMPUTE, SPECIALIZED,
         )  # fmt: skip
         if SINKS:
             sink = tl.load(sinks_ptr + head).to(COMPUTE) * 1.4426950408889634

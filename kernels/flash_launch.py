@@ -14,7 +14,7 @@ from plait.kernels.flash_backward import (
 )
 from plait.kernels.flash_forward import attention_forward_kernel
 from plait.kernels.flash_order import pairs_together
-from plait.kernels.flash_tiles import RESIDENT_BYTES, delta_rows, padded, tile_of
+from plait.kernels.flash_tiles import RESIDENT_BYTES, delta_rows, derived_tile, fits_descriptor, padded, tile_of
 from plait.kernels.launch import Launch, arch_of, compute_dtype, next_power_of_two, triton_dtype
 from plait.kernels.philox import keep_threshold
 from plait.kernels.plans import Built, Site, planned
@@ -90,7 +90,10 @@ def forward_launch(
 ) -> Launch:  # fmt: skip
     """out [B, T, H, Kv] and lse [B, H, T] are contiguous outputs; `arch` (80, 90, 100) defaults to q's card."""
     _, num_tokens, num_heads, _ = q.shape
-    tile = tile_of("forward", q, k, v, options, arch or arch_of(q))
+    arch = arch or arch_of(q)
+    tile = tile_of("forward", q, k, v, options, arch)
+    if tile.specialized and (cu_q is not None or sinks is not None or not fits_descriptor(q)):
+        _, tile = derived_tile("forward", padded(max(q.shape[3], v.shape[3])), q, k, v, options, arch)
     group = num_heads // k.shape[2]
     grid, order = _programs(_num_tiles(num_tokens, tile.block_row, cu_q), num_heads, group, (k, v), options)
     arguments = (
@@ -103,6 +106,7 @@ def forward_launch(
         "SINKS": sinks is not None,
         "FOLDED": options.scale > 0.0 and not options.softcap,
         "DESCRIPTORS": tile.descriptors,
+        "SPECIALIZED": tile.specialized,
         "BLOCK_ROW": tile.block_row,
         "BLOCK_COL": tile.block_col,
     }

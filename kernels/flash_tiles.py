@@ -22,6 +22,10 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
     descriptors: bool = False  # what the loop walks is read by TMA
+    # Forward by TMA on sm_90, with 4 warps: the compiler makes a group of warps that loads and two that compute half
+    # of the rows each, at their own pace. It takes one loop, so that every step is masked, and refuses cu_seqlens,
+    # sinks and q by pointers (triton 3.9). A candidate of the tuner: nobody has timed it.
+    specialized: bool = False
 
 
 class Choice(NamedTuple):

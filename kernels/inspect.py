@@ -189,7 +189,7 @@ def compile_offline(launch: Launch, arch: str = "sm_90") -> Facts:
         spill_loads=local["LDL"],
         spill_stores=max(local["STL"], spilled - local["LDL"]),
         shared_bytes=compiled.metadata.shared,
-        num_warps=launch.num_warps,
+        num_warps=compiled.metadata.num_warps,  # more than the launch says where the compiler adds groups
         tensor_columns=getattr(compiled.metadata, "tmem_size", 0) or 0,
         **read,
     )

@@ -96,6 +96,9 @@ def _attention_case(kernel: str, head_dim: int, window: int = 0, dtype: torch.dt
         short, long = ((16, 32, 64), (32, 64, 128)) if kernel == "dkdv" else ((64, 128), (32, 64, 128))
         for row, col, warps, stages in every(short, long, (4, 8), (2, 3)):
             yield derived._replace(block_row=row, block_col=col, num_warps=warps, num_stages=stages)
+        if kernel == "forward" and derived.descriptors:  # elsewhere than on sm_90 no tile has them
+            for col, stages in ((128, 2), (128, 3), (64, 2), (64, 3)):
+                yield derived._replace(block_row=128, block_col=col, num_warps=4, num_stages=stages, specialized=True)
 
     name = f"attention.{kernel}.{head_dim}" + ".window" * bool(window)
     return Case(

@@ -3,12 +3,15 @@
 The short list runs with every `make test`; the whole table, with all head dims and dtypes, is marked `long`.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
 from plait.kernels import flash_points
 from plait.kernels.attention_plain import Options
-from plait.kernels.flash_tiles import TILES, WIDE_TILES, Choice, delta_rows, fits_descriptor, tile_of
+from plait.kernels.flash_launch import forward_launch
+from plait.kernels.flash_tiles import MEASURED, TILES, WIDE_TILES, Choice, Tile, delta_rows, fits_descriptor, tile_of
 from plait.kernels.gate import judge, rule_of
 from plait.kernels.inspect import Facts, compile_offline
 from plait.kernels.launch import arch_of
@@ -45,6 +48,42 @@ def test_compiles_without_a_spill(point, arch):
         assert facts.count("HMMA") + facts.count("HGMMA") + facts.count("UTCHMMA") > 0
     if (point, arch) in SHORT and point.kernel != "delta":
         assert facts.count(MATRIX[arch]) > 0
+
+
+@pytest.mark.offline
+@needs_compiler
+@pytest.mark.parametrize(
+    "width,col,stages", [(64, 128, 3), (128, 128, 2), pytest.param(128, 64, 3, marks=pytest.mark.long)]
+)
+def test_a_group_of_warps_loads_and_two_compute_at_their_own_pace(width, col, stages):
+    """About 10 s each: the compiler's own pass for it takes long."""
+    point, key = flash_points.Point("forward", width, width), ("forward", 90, width, "descriptors")
+    with MEASURED.trial(key, Tile(128, col, 4, stages, True, True)):
+        split = compile_offline(point.launch("sm_90"), "sm_90")
+    assert (split.spill_loads, split.spill_stores, split.stack_bytes) == (0, 0, 0)
+    assert split.num_warps == 12 and split.registers * split.num_warps * 32 <= 65536
+    assert split.shared_bytes <= SHARED_BYTES["sm_90"]
+    assert split.count("USETMAXREG") > 0 and split.count("RED.") + split.count("ATOM.") == 0
+    # The loop waits for its own group of four warps only, and copies nothing itself.
+    loop = {
+        kind: sum(n for op, n in split.loop.items() if op.startswith(kind)) for kind in ("BAR", "UTMALDG", "HGMMA")
+    }
+    assert loop["BAR"] <= 2 and loop["UTMALDG"] == 0 and loop["HGMMA"] >= 12
+
+
+def test_what_the_compiler_cannot_split_takes_the_tile_of_the_tables():
+    new = partial(torch.empty, dtype=torch.bfloat16, device="meta")
+    q, k, lse = new(1, 256, 2, 128), new(1, 256, 1, 128), new(1, 2, 256)
+    options = Options(True, 1.0, 0, 0.0, 0.0, 0, 0)
+    cu, apart = torch.empty(2, dtype=torch.int32, device="meta"), new(1, 128, 2, 256).transpose(1, 3)
+
+    def split(q=q, sinks=None, cu=None, options=options):
+        return forward_launch(q, k, k, sinks, None, cu, cu, options, q, lse, 90).constants["SPECIALIZED"]
+
+    with MEASURED.trial(("forward", 90, 128, "descriptors"), Tile(128, 128, 4, 2, True, True)):
+        assert split() and split(options=options._replace(causal=False))
+        assert not split(sinks=new(2)) and not split(cu=cu) and not split(apart)
+        assert not split(options=options._replace(window=4))
 
 
 def test_the_short_list_is_short_and_names_are_unique():

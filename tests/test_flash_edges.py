@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.kernels import attention, attention_ref, flash_tiles
+from plait.kernels.attention_plain import Options
+from plait.kernels.flash_launch import forward_launch
 from plait.kernels.launch import INTERPRETED
 from plait.kernels.philox import keep_mask_ref
 from tests.cases import close, compare, dtype_support, interpret, needs_interpreter, normal
@@ -223,6 +225,25 @@ def test_tma_descriptors_change_no_bit(packed, head_dim, monkeypatch):
 
     for a, b in zip(run(True), run(False), strict=True):
         assert torch.equal(a, b) and a.isfinite().all()
+
+
+@interpret
+@needs_interpreter
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("num_tokens,num_keys", [(70, 131), (131, 70), (1, 64), (64, 64)])
+def test_one_masked_loop_for_groups_of_warps_changes_no_bit(causal, num_tokens, num_keys, monkeypatch):
+    q, k, v = _inputs(num_tokens, num_keys, dtype=torch.float16)
+
+    def run(specialized):
+        tile = flash_tiles.Tile(32, 64, 4, 1, True, specialized)
+        monkeypatch.setattr(flash_tiles, "DESCRIPTOR_TILES", {"forward": {90: ((256, tile),)}})
+        out, lse = attention(q, k, v, causal=causal, return_lse=True)
+        launch = forward_launch(q, k, v, *[None] * 4, Options(causal, 1.0, 0, 0.0, 0.0, 0, 0), out, lse)
+        assert launch.constants["SPECIALIZED"] is specialized
+        return out, lse
+
+    for a, b in zip(run(True), run(False), strict=True):
+        assert torch.equal(a, b) and not a.isnan().any()
 
 
 @both
