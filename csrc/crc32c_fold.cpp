@@ -145,7 +145,9 @@ int crc32c_fold_width() {
       __builtin_cpu_supports("pclmul") == 0) {
     return 0;
   }
-  return __builtin_cpu_supports("vpclmulqdq") != 0 ? 32 : 16;
+  const bool wide = __builtin_cpu_supports("vpclmulqdq") != 0 &&
+                    __builtin_cpu_supports("avx2") != 0;
+  return wide ? 32 : 16;
 }
 
 uint32_t crc32c_fold(uint32_t crc, const uint8_t* data, size_t bytes,
