@@ -268,13 +268,6 @@ def _run(arguments: argparse.Namespace) -> int:
         ):
             return 2
         wanted = _chosen(arguments.names, archs, arguments.all)
-        if not wanted:
-            said = ", ".join(sorted({arch for _, arch in default_points()} | {AMD}))
-            print(
-                f"plait kernels: the declared list has no point for {', '.join(archs)}; it has {said}",
-                file=sys.stderr,
-            )
-            return 2
         if arguments.command == "check":
             return _check(wanted, arguments.json)
         if arguments.command == "pin":

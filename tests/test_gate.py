@@ -152,7 +152,7 @@ def test_nothing_to_check_is_no_success(capsys):
     """`check --arch sm_13` once checked 0 points, and returned 0."""
     for command in ("check", "diff", "pin"):
         assert cli.main([command, "--arch", "sm_13"]) == 2
-        assert "has no point for sm_13; it has gfx942, sm_100, sm_80, sm_90" in capsys.readouterr().err
+        assert "no limits of 'sm_13' are known; valid: sm_80, sm_90, sm_100, gfx942" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", [bytes(range(256)), b"[" * 100_000])

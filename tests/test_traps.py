@@ -556,7 +556,7 @@ def test_trap_spill_count_units(monkeypatch):
     assert judge(facts._replace(spill_loads=3, spill_stores=2), rule)[0].startswith("spills: 3 loads, 2 stores")
     lines = ["STL.64 [R1], R4", "STL [R1+0x8], R4", "LDL.64 R4, [R1]", "LDG.E.128 R4, [R2.64]", "EXIT"]
     text = "\n".join(f"        /*{16 * place:04x}*/                   {line} ;" for place, line in enumerate(lines))
-    compiled = SimpleNamespace(asm={"cubin": b""}, metadata=SimpleNamespace(shared=0))
+    compiled = SimpleNamespace(asm={"cubin": b""}, metadata=SimpleNamespace(shared=0, num_warps=4))
     for name, value in {
         "compile_launch": lambda launch, arch: compiled,
         "_machine_code": lambda cubin: ("REG:64 STACK:24 SHARED:0 LOCAL:0", text),
