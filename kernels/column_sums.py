@@ -10,7 +10,8 @@ import triton.language as tl
 
 from plait.kernels.launch import Launch
 
-# 8 elements a thread of 4 warps; a row of the block is one access of 128 bytes, and 4096 columns make 128 programs (derived).
+# 8 elements a thread of 4 warps; a row of the block is one access of 128 bytes, and 4096 columns make 128 programs
+# (derived).
 _BLOCK_ROW, _BLOCK_COL = 32, 32
 
 

@@ -46,10 +46,9 @@ Case = Callable[[AccessCounter, torch.dtype], Found]
 
 
 def partial_bytes(num_rows: int, num_cols: int, size: int, num_sums: int = 1) -> int:
-    """Gradients of a weight: a partial sum a program, written, read by torch, added up and rounded."""
+    """Gradients of a weight: a partial sum a program, written and read, added up and rounded once."""
     programs = norm_rows.num_partials(num_rows, num_cols)
-    rounded = (F32 + size) * num_cols if size != F32 else 0
-    return num_sums * (2 * F32 * programs * num_cols + F32 * num_cols + rounded)
+    return num_sums * num_cols * (2 * F32 * programs + size)
 
 
 def norm_forward(centred: bool, residual: bool, num_rows: int = 6, num_cols: int = 600) -> Case:
