@@ -130,12 +130,9 @@ class BlockReader {
     }
     const bool whole = end - begin == 1 && begin->bytes == bytes;
     const auto address = reinterpret_cast<uintptr_t>(begin->target);
-    if (whole && (file == &buffered_ || is_aligned(address, bytes))) {
-      const uint64_t got = read(*file, begin->target, bytes, offset);
-      verify(block, got, crc32c(begin->target, got));
-    } else {
-      read_in_steps(*file, begin, end, buffer(worker));
-    }
+    const bool in_place =
+        whole && (file == &buffered_ || is_aligned(address, bytes));
+    read_in_steps(*file, begin, end, in_place ? nullptr : buffer(worker));
   }
 
   void close() {
@@ -170,18 +167,20 @@ class BlockReader {
     return file.read_at(data, bytes, capacity, offset);
   }
 
-  // Reads a block step by step, each into the parts at once.
+  // Reads a block step by step, so that the checksum finds a step in the cache:
+  // through `staged` into the parts, or without it straight into the only one.
   void read_in_steps(File& file, const Part* begin, const Part* end,
-                     char* data) const {
+                     char* staged) const {
     const uint64_t bytes = block_size(begin->block);
     const uint64_t offset = begin->block * block_bytes_;
     uint32_t crc = 0;
     uint64_t done = 0;
     for (uint64_t step = 0, got = 0; got == step && done < bytes; done += got) {
       step = std::min(step_bytes_, bytes - done);
+      char* const data = staged != nullptr ? staged : begin->target + done;
       got = read(file, data, step, offset + done);
       crc = crc32c(data, got, crc);
-      for (const Part* part = begin; part != end; ++part) {
+      for (const Part* part = begin; part != end && staged != nullptr; ++part) {
         const uint64_t from = std::max(part->offset, done);
         const uint64_t to = std::min(part->offset + part->bytes, done + got);
         if (from < to) {
