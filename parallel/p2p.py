@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ from plait.parallel.ways import Buffer, InSlot, WayIn, WayOut
 __all__ = ["MAX_TENSORS", "P2P", "Channel", "ChannelError", "ChannelTimeout", "Receipt", "Sent", "TensorSpec"]
 
 _TAG_LIMIT = 1 << 30  # tags from here on belong to direct.py
+Way = TypeVar("Way", WayIn, WayOut)
 _Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # of one message
 
 
@@ -230,20 +231,18 @@ class P2P(Headers):
 
     def way_out(self, channel: Channel) -> WayOut | None:
         """The quick way of a channel of this rank's messages; None where there is none, now or ever."""
-        end = self.ends[channel]
-        if end.way is None and self._is_quick(channel, channel.target):
-            assert end.specs is not None
-            end.way = WayOut(self, channel, end.specs)
-        way: WayOut | None = end.way
-        return way
+        return self._way(channel, channel.target, WayOut)
 
     def way_in(self, channel: Channel) -> WayIn | None:
         """The same of messages to this rank."""
+        return self._way(channel, channel.source, WayIn)
+
+    def _way(self, channel: Channel, peer: int, kind: type[Way]) -> Way | None:
         end = self.ends[channel]
-        if end.way is None and self._is_quick(channel, channel.source):
+        if end.way is None and self._is_quick(channel, peer):
             assert end.specs is not None
-            end.way = WayIn(self, channel, end.specs)
-        way: WayIn | None = end.way
+            end.way = kind(self, channel, end.specs)
+        way: Way | None = end.way
         return way
 
     def _is_quick(self, channel: Channel, peer: int) -> bool:
