@@ -29,6 +29,7 @@ def observed() -> bool:
     """Whether torch's dispatcher has more to do for a call than to find the op's kernel."""
     return (
         torch.compiler.is_compiling()
+        # What `watched` asks, in line: a call of it in every call of an op is host time.
         or _C._len_torch_dispatch_stack() > 0
         or _C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
