@@ -6,6 +6,7 @@ into the rows of one matmul, so that grouped queries copy no keys. Where it cove
 sinks, dropout; square if causal), torch's own blocked CPU kernel does the work instead.
 """
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -34,10 +35,13 @@ class Document(NamedTuple):
 
 
 def documents(cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, num_rows: int, num_cols: int) -> list[Document]:
-    """The documents of a packed batch, or one that spans everything."""
+    """The documents of a packed batch, or one that spans everything; ValueError where they reach out of it."""
     if cu_q is None or cu_k is None:
         return [Document(slice(0, num_rows), slice(0, num_cols))]
     starts, cols = cu_q.tolist(), cu_k.tolist()
+    for name, bounds, most in (("queries", starts, num_rows), ("keys", cols, num_cols)):
+        if bounds[0] < 0 or bounds[-1] > most or any(a > b for a, b in itertools.pairwise(bounds)):
+            raise ValueError(f"attention: cu_seqlens of {name} are {bounds}; expected ascending numbers, 0 to {most}")
     return [Document(slice(starts[i], starts[i + 1]), slice(cols[i], cols[i + 1])) for i in range(len(starts) - 1)]
 
 

@@ -136,9 +136,18 @@ _dropout = register(
 
 def check_rng(op: str, rng: torch.Tensor, like: torch.Tensor) -> None:
     """`rng` is int64 [2] where `like` lives."""
+    check_device(op, like, rng=rng)
     if rng.dtype is not torch.int64 or tuple(rng.shape) != (2,):
         raise TypeError(f"{op}: rng is {rng.dtype} {tuple(rng.shape)}; expected int64 [2] = (seed, offset)")
-    check_device(op, like, rng=rng)
+
+
+def check_offsets(op: str, **offsets: int) -> None:
+    """Global indices are integers from 0 on: TypeError or ValueError naming the odd one."""
+    for name, offset in offsets.items():
+        if not isinstance(offset, (int, torch.SymInt)) and not hasattr(offset, "__index__"):
+            raise TypeError(f"{op}: {name} is {offset!r}; expected an integer")
+        if offset < 0:
+            raise ValueError(f"{op}: {name} is {offset}; expected none below 0")
 
 
 def dropout(
@@ -155,7 +164,5 @@ def dropout(
         raise ValueError(f"dropout: x has shape {tuple(x.shape)}; expected [B, T, D]")
     if not 0.0 <= p < 1.0:
         raise ValueError(f"dropout: p is {p}; expected 0 <= p < 1")
-    if min(sample_offset, row_offset, col_offset) < 0:
-        offsets = (sample_offset, row_offset, col_offset)
-        raise ValueError(f"dropout: offsets are {offsets}; expected none below 0")
+    check_offsets("dropout", sample_offset=sample_offset, row_offset=row_offset, col_offset=col_offset)
     return x if p == 0.0 else _dropout(x, rng, p, sample_offset, row_offset, col_offset)

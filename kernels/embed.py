@@ -7,6 +7,7 @@ CPU in the order of the tokens (torch's dense embedding gradient), on CUDA in wi
 
 import torch
 
+from plait.kernels.dropout_op import check_offsets
 from plait.kernels.embed_triton import add_rows, lookup
 from plait.kernels.launch import check, check_device, check_floating, use_triton
 from plait.kernels.registration import below_autograd, once_differentiable, register
@@ -121,8 +122,9 @@ def embedding(
         raise TypeError(f"embedding: tokens are {tokens.dtype}; expected torch.int64")
     if weight.dim() != 2 or weight.shape[0] == 0:
         raise ValueError(f"embedding: weight has shape {tuple(weight.shape)}; expected [V, D] with V > 0")
-    if not (padding_idx is None or padding_idx >= 0):
-        raise ValueError(f"embedding: padding_idx is {padding_idx}; expected a token from 0 on")
+    check_offsets("embedding", vocab_start=vocab_start)
+    if padding_idx is not None:
+        check_offsets("embedding", padding_idx=padding_idx)
     return _embedding(tokens, weight, vocab_start, padding_idx)
 
 
@@ -134,6 +136,7 @@ def embedding_wgrad(
     check_device("embedding_wgrad", dout, tokens=tokens, out=out)
     if tokens.dtype is not torch.int64:
         raise TypeError(f"embedding_wgrad: tokens are {tokens.dtype}; expected torch.int64")
+    check_offsets("embedding_wgrad", vocab_start=vocab_start)
     if out.dtype not in (dout.dtype, torch.float32) or (dout.dtype is torch.float64 and out.dtype != dout.dtype):
         raise TypeError(f"embedding_wgrad: out is {out.dtype}; expected {dout.dtype} or float32")
     check(

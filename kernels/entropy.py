@@ -8,11 +8,13 @@ An ignored token has loss 0 and no gradient; "mean" divides by the tokens that c
 Arithmetic and statistics are fp32 (fp64 for fp64). The kernels are in loss_triton.py; the plain functions serve CPUs.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 
 import torch
 
+from plait.kernels.dropout_op import check_offsets
 from plait.kernels.launch import check, check_device, check_floating, compute_dtype, use_triton
 from plait.kernels.loss_triton import add_launch, grad_launch, reduced_grad_launch, token_loss_launch
 from plait.kernels.plans import Built, Site, planned
@@ -144,8 +146,11 @@ def check_options(
     target: torch.Tensor,
     weights: torch.Tensor | None,
     label_smoothing: float,
+    z_loss: float,
     softcap: float,
+    ignore_index: int,
     reduction: str,
+    **indices: int,
 ) -> None:
     """TypeError or ValueError, naming the option, unless all are valid."""
     if weights is not None:
@@ -157,7 +162,14 @@ def check_options(
         )
     check(reduction in _REDUCTIONS, lambda: f"{op}: reduction {reduction!r}; expected one of {_REDUCTIONS}")
     check(0.0 <= label_smoothing <= 1.0, lambda: f"{op}: label_smoothing is {label_smoothing}; expected 0 to 1")
-    check(softcap >= 0.0, lambda: f"{op}: softcap is {softcap}; expected >= 0 (0 is off)")
+    if not 0.0 <= z_loss < math.inf:
+        raise ValueError(f"{op}: z_loss is {z_loss}; expected a finite number >= 0")
+    if not 0.0 <= softcap < math.inf:
+        raise ValueError(f"{op}: softcap is {softcap}; expected a finite number >= 0 (0 is off)")
+    if not isinstance(ignore_index, (int, torch.SymInt)) and not hasattr(ignore_index, "__index__"):
+        raise TypeError(f"{op}: ignore_index is {ignore_index!r}; expected an integer")
+    if indices:
+        check_offsets(op, **indices)
 
 
 def check_targets(op: str, target: torch.Tensor, num_classes: int, ignore_index: int) -> None:
@@ -302,7 +314,9 @@ def cross_entropy(
         logits.dim() >= 1 and logits.shape[:-1] == target.shape and logits.shape[-1] > 0,
         lambda: f"cross_entropy: logits {tuple(logits.shape)} and target {tuple(target.shape)} do not fit",
     )
-    check_options("cross_entropy", target, weight_per_token, label_smoothing, softcap, reduction)
+    check_options(
+        "cross_entropy", target, weight_per_token, label_smoothing, z_loss, softcap, ignore_index, reduction
+    )  # fmt: skip
     if debug:
         check_targets("cross_entropy", target, logits.shape[-1], ignore_index)
     flat = target

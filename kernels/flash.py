@@ -12,11 +12,13 @@ queries are two kernels, each row written by one program in a fixed order. Stati
 fp64).
 """
 
+import math
+
 import torch
 
 from plait.kernels import attention_plain
 from plait.kernels.attention_plain import Options
-from plait.kernels.dropout_op import check_rng
+from plait.kernels.dropout_op import check_offsets, check_rng
 from plait.kernels.flash_launch import launch_backward, launch_forward
 from plait.kernels.launch import check, check_device, check_floating, compute_dtype, use_triton
 from plait.kernels.registration import below_autograd, once_differentiable, register
@@ -120,12 +122,14 @@ def _packed(
     q: torch.Tensor, cu_seqlens: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(cu_q, cu_k), checked."""
-    cu_q, cu_k = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
+    pair = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
+    check(len(pair) == 2, lambda: f"attention: {len(pair)} cu_seqlens; expected one, or a pair for queries and keys")
+    cu_q, cu_k = pair
     check(q.shape[0] == 1, lambda: f"attention: cu_seqlens needs a batch of 1 (packed documents), got {q.shape[0]}")
     for cu in (cu_q, cu_k):
+        check_device("attention", q, cu_seqlens=cu)
         if cu.dtype is not torch.int32:
             raise TypeError(f"attention: cu_seqlens is {cu.dtype}; expected torch.int32")
-        check_device("attention", q, cu_seqlens=cu)
     check(
         cu_q.dim() == 1 and cu_q.shape == cu_k.shape and cu_q.shape[0] >= 2,
         lambda: (
@@ -159,25 +163,26 @@ def attention(
     counts the keys a query sees including its own position (both ways when not causal). `softcap` > 0 bounds scores.
     `sinks[H]` are logits without a value. Dropout needs `rng` int64 [2] = (seed, offset); its mask depends on the
     global (sample, head, row, column), where the offsets are those of q[0, :, 0]. `cu_seqlens` int32 [documents + 1],
-    or a pair for queries and keys, packs documents in a batch of 1; rows past its end give 0.
+    or a pair for queries and keys, packs documents in a batch of 1; rows past its end give 0. Its numbers ascend from
+    0 to at most T (S): on the CPU a ValueError says so, on a GPU, where a look would wait, nobody looks.
     `recompute` saves neither out nor lse: one more forward in backward, the same bits.
     All of q, k, v, lse, sinks have gradients. Raises TypeError on dtypes, ValueError on everything else.
     """
-    check_floating("attention", q=q, k=k, v=v)
+    check_floating("attention", 3, q=q, k=k, v=v)
     _check_shapes(q, k, v)
-    if not (window is None or window >= 1):
-        raise ValueError(f"attention: window is {window}; expected None or at least 1")
-    if not softcap >= 0.0:
-        raise ValueError(f"attention: softcap is {softcap}; expected >= 0 (0 is off)")
+    if window is not None:
+        check_offsets("attention", window=window)
+        check(window >= 1, lambda: f"attention: window is {window}; expected None or at least 1")
+    if not 0.0 <= softcap < math.inf:
+        raise ValueError(f"attention: softcap is {softcap}; expected a finite number >= 0 (0 is off)")
+    if scale is not None and not abs(scale) < math.inf:
+        raise ValueError(f"attention: scale is {scale}; expected None or a finite number")
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"attention: dropout_p is {dropout_p}; expected 0 <= p < 1")
     if dropout_p:
         check(rng is not None, lambda: "attention: dropout needs rng, an int64 tensor [2] = (seed, offset)")
         check_rng("attention", rng, q)  # type: ignore[arg-type]
-        check(
-            min(head_offset, sample_offset) >= 0,
-            lambda: f"attention: head_offset {head_offset}, sample_offset {sample_offset}; expected none below 0",
-        )
+        check_offsets("attention", head_offset=head_offset, sample_offset=sample_offset)
     if sinks is not None:
         check_device("attention", q, sinks=sinks)
         check(

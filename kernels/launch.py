@@ -263,24 +263,43 @@ def from_table(table: Sequence[tuple[int, Any]], key: int) -> Any:
 _FLOATING = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
 
-def check_floating(op: str, **tensors: torch.Tensor | None) -> None:
-    """All but None are floating point and agree in dtype and device; TypeError or ValueError naming the odd one."""
+def check_floating(op: str, needed: int = 1, /, **tensors: torch.Tensor | None) -> None:
+    """All are floating point and agree in dtype and device; TypeError or ValueError naming the odd one.
+
+    Those behind the first `needed` may be None.
+    """
     dtype = device = None
-    for tensor in tensors.values():
-        if tensor is None:
-            continue
-        if dtype is None:
-            dtype, device = tensor.dtype, tensor.device
-            if dtype not in _FLOATING:
+    left = needed
+    try:
+        for tensor in tensors.values():
+            if tensor is None:
+                if left > 0:
+                    break
+                continue
+            left -= 1
+            if dtype is None:
+                dtype, device = tensor.dtype, tensor.device
+                if dtype not in _FLOATING:
+                    break
+            elif tensor.dtype is not dtype or tensor.device != device:
                 break
-        elif tensor.dtype is not dtype or tensor.device != device:
-            break
-    else:
-        return
-    _refuse_odd(op, tensors)
+        else:
+            return
+    except AttributeError:  # a list or a number has no dtype: it is named below
+        pass
+    _refuse_odd(op, needed, tensors)
 
 
-def _refuse_odd(op: str, tensors: dict[str, torch.Tensor | None]) -> None:
+def _check_tensor(op: str, name: str, value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        kind = "None" if value is None else f"a {type(value).__name__}"
+        raise TypeError(f"{op}: {name} is {kind}; expected a tensor")
+
+
+def _refuse_odd(op: str, needed: int, tensors: dict[str, torch.Tensor | None]) -> None:
+    for i, (name, tensor) in enumerate(tensors.items()):
+        if i < needed or tensor is not None:
+            _check_tensor(op, name, tensor)
     first_name, first = next(iter(tensors.items()))
     assert first is not None
     dtype, device = first.dtype, first.device
@@ -296,8 +315,10 @@ def _refuse_odd(op: str, tensors: dict[str, torch.Tensor | None]) -> None:
 
 
 def check_device(op: str, first: torch.Tensor, **tensors: torch.Tensor) -> None:
-    """Every tensor lives where `first` does."""
+    """Each is a tensor and lives where `first` does."""
     for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            _check_tensor(op, name, tensor)
         if tensor.device != first.device:
             raise ValueError(f"{op}: {name} is on {tensor.device}; expected {first.device}")
 

@@ -163,7 +163,7 @@ def layer_norm(
     the caller holds. D at most 65,536. Raises TypeError on mixed dtypes, ValueError on shapes and devices.
     """
     check_floating("layer_norm", x=x, weight=weight, bias=bias, residual=residual)
-    check_rows("layer_norm", x, residual, weight=weight, bias=bias)
+    check_rows("layer_norm", x, residual, eps, weight=weight, bias=bias)
     if residual is None:
         return _layer_norm(x, weight, bias, eps)[0]
     y, h, *_ = _layer_norm_residual(x, residual, weight, bias, eps)

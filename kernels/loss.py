@@ -130,7 +130,7 @@ def linear_cross_entropy_grad(
 
 
 def _check(op: str, x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> None:
-    check_floating(op, x=x, weight=weight)
+    check_floating(op, 2, x=x, weight=weight)
     check_device(op, x, target=target)
     if target.dtype is not torch.int64:
         raise TypeError(f"{op}: target is {target.dtype}; expected torch.int64")
@@ -360,7 +360,10 @@ def linear_cross_entropy(
     gradient is then a ValueError on the CPU, and gives a dx of NaN on a GPU.
     """
     _check("linear_cross_entropy", x, weight, target)
-    check_options("linear_cross_entropy", target, weight_per_token, label_smoothing, softcap, reduction)
+    check_options(
+        "linear_cross_entropy", target, weight_per_token, label_smoothing, z_loss, softcap, ignore_index, reduction,
+        vocab_start=vocab_start, num_classes=num_classes or 0,
+    )  # fmt: skip
     early = bool(grad_in_forward) or loss_grad is not None
     check(
         num_classes is not None or all_reduce is None or not (label_smoothing or debug or early),

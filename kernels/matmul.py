@@ -13,7 +13,7 @@ import math
 import torch
 
 from plait.kernels.activations import ACTIVATIONS
-from plait.kernels.dropout_op import check_rng
+from plait.kernels.dropout_op import check_offsets, check_rng
 from plait.kernels.gated import swiglu_grad_op
 from plait.kernels.launch import check, check_device, check_floating, use_triton
 from plait.kernels.matmul_direct import (
@@ -223,12 +223,21 @@ _linear_swiglu = register(
 )
 
 
-def _check_product(op: str, x: torch.Tensor, weight: torch.Tensor, dim: int, name: str) -> tuple[int, ...]:
+def _check_product(
+    op: str, x: torch.Tensor, weight: torch.Tensor, dim: int, name: str, allow_tf32: bool | None
+) -> tuple[int, ...]:  # fmt: skip
     """The shape of x @ weight^T (dim 1) or x @ weight (dim 0), which exists."""
+    if allow_tf32 is not None:
+        _check_tf32(op, allow_tf32)
     of_x, sizes = x.shape, weight.shape
     if len(sizes) != 2 or not of_x or of_x[-1] != sizes[dim]:
         raise ValueError(f"{op}: {name} {tuple(of_x)} does not fit weight {tuple(sizes)} ([out, in])")
     return (*of_x[:-1], sizes[1 - dim])
+
+
+def _check_tf32(op: str, allow_tf32: bool | None) -> None:
+    if allow_tf32 is not None and not isinstance(allow_tf32, bool):
+        raise TypeError(f"{op}: allow_tf32 is {allow_tf32!r}; expected True, False or None (torch's setting)")
 
 
 _CODES = {activation: code for code, activation in enumerate(ACTIVATIONS)}
@@ -262,8 +271,8 @@ def linear(
     on a card, here and in backward; None is torch's setting. Raises TypeError on dtypes, ValueError on an unknown
     activation, dropout without rng, shapes or devices.
     """
-    check_floating("linear", x=x, weight=weight, bias=bias, residual=residual)
-    shape = _check_product("linear", x, weight, 1, "x")
+    check_floating("linear", 2, x=x, weight=weight, bias=bias, residual=residual)
+    shape = _check_product("linear", x, weight, 1, "x", allow_tf32)
     if bias is not None and bias.shape != shape[-1:]:
         raise ValueError(f"linear: bias has shape {tuple(bias.shape)}; expected ({shape[-1]},)")
     if residual is not None and residual.shape != shape:
@@ -281,8 +290,7 @@ def linear(
     if len(shape) not in (2, 3):
         raise ValueError(f"linear: x {tuple(x.shape)} must be [B, T, K] or [T, K] for dropout")
     place = (sample_offset, row_offset, col_offset)
-    if min(place) < 0:
-        raise ValueError(f"linear: offsets are {place}; expected none below 0")
+    check_offsets("linear", sample_offset=sample_offset, row_offset=row_offset, col_offset=col_offset)
     return _linear_act(x, weight, bias, residual, code, rng, dropout_p, *place, allow_tf32)[0]
 
 
@@ -296,8 +304,8 @@ def linear_dgrad(
     input. With a gated one ("swiglu", "geglu", "geglu_tanh") `pre` is gate_up [..., 2K], and so is the result. Both
     forms have no gradient of their own.
     """
-    check_floating("linear_dgrad", dout=dout, weight=weight)
-    shape = _check_product("linear_dgrad", dout, weight, 0, "dout")
+    check_floating("linear_dgrad", 2, dout=dout, weight=weight)
+    shape = _check_product("linear_dgrad", dout, weight, 0, "dout", allow_tf32)
     if pre is None:
         check(activation is None, lambda: f"linear_dgrad: activation {activation!r} needs pre, the value before it")
         return _dgrad(dout, weight, allow_tf32)
@@ -329,7 +337,9 @@ def linear_wgrad(
     [N], of the same dtypes, with the sums of dout. Only the form without `out` has a gradient. Raises TypeError on
     dtypes, ValueError on shapes, devices, an `out` that is not contiguous or a `bias_grad` without `out`.
     """
-    check_floating("linear_wgrad", x=x, dout=dout)
+    check_floating("linear_wgrad", 2, x=x, dout=dout)
+    if allow_tf32 is not None:
+        _check_tf32("linear_wgrad", allow_tf32)
     of_x, of_dout = x.shape, dout.shape
     if not of_x or of_x[:-1] != of_dout[:-1]:
         raise ValueError(f"linear_wgrad: x {tuple(of_x)} and dout {tuple(of_dout)} must agree but for the last dim")
@@ -349,9 +359,9 @@ def linear_wgrad(
 
 def _target(x: torch.Tensor, name: str, out: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """`out` as a tensor of `shape`, checked."""
-    kind, wide = x.dtype, out.dtype
-    if out.device != x.device:
+    if not isinstance(out, torch.Tensor) or out.device != x.device:
         check_device("linear_wgrad", x, **{name: out})
+    kind, wide = x.dtype, out.dtype
     if wide is not kind and (wide is not torch.float32 or kind is torch.float64):
         raise TypeError(f"linear_wgrad: {name} is {wide}; expected {kind} or float32")
     if not out.is_contiguous() or out.numel() != math.prod(shape):
@@ -366,8 +376,8 @@ def linear_swiglu(x: torch.Tensor, gate_up_weight: torch.Tensor, *, allow_tf32: 
 
     Saves x, the weight and gate_up. Errors as `linear`; an odd number of weight rows is a ValueError.
     """
-    check_floating("linear_swiglu", x=x, gate_up_weight=gate_up_weight)
-    _check_product("linear_swiglu", x, gate_up_weight, 1, "x")
+    check_floating("linear_swiglu", 2, x=x, gate_up_weight=gate_up_weight)
+    _check_product("linear_swiglu", x, gate_up_weight, 1, "x", allow_tf32)
     check(
         gate_up_weight.shape[0] % 2 == 0,
         lambda: f"linear_swiglu: gate_up_weight has {gate_up_weight.shape[0]} rows; expected an even number",

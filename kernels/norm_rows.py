@@ -304,10 +304,12 @@ def backward_launch(
 
 
 def check_rows(
-    op: str, x: torch.Tensor, residual: torch.Tensor | None, **parameters: torch.Tensor | None
+    op: str, x: torch.Tensor, residual: torch.Tensor | None, eps: float, **parameters: torch.Tensor | None
 ) -> None:  # fmt: skip
     """ValueError unless x is [..., D] with D in range, residual has its shape and each parameter is [D] or None."""
     shape = x.shape
+    if not eps >= 0.0:
+        raise ValueError(f"{op}: eps is {eps}; expected a number >= 0")
     if not shape:
         raise ValueError(f"{op}: x is a scalar; expected [..., D]")
     if not 0 < shape[-1] <= _MAX_COLS:

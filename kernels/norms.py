@@ -255,11 +255,12 @@ _l2_norm_squared = register(
 
 def _check(tensors: Sequence[torch.Tensor]) -> None:
     check(len(tensors) > 0, lambda: "l2_norm_squared: no tensors; expected at least one")
-    device = tensors[0].device
-    for tensor in tensors:
+    for i, tensor in enumerate(tensors):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"l2_norm_squared: tensors[{i}] is {tensor!r}; expected a tensor")
         if tensor.dtype not in _NAMES:
             raise TypeError(f"l2_norm_squared: a tensor is {tensor.dtype}; expected a floating dtype")
-        if tensor.device != device:
+        if tensor.device != tensors[0].device:
             check_device("l2_norm_squared", tensors[0], tensor=tensor)
 
 

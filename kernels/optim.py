@@ -9,6 +9,7 @@ any split of the tensors gives the same result. The kernels are in adamw_triton.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -186,7 +187,13 @@ def _check_lists(
     params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], exp_avgs: Sequence[torch.Tensor],
     exp_avg_sqs: Sequence[torch.Tensor], masters: Sequence[torch.Tensor] = (),
 ) -> None:  # fmt: skip
-    device, dtype, shapes = params[0].device, params[0].dtype, [p.shape for p in params]
+    try:
+        shapes = [p.shape for p in params]
+        others = [[t.shape for t in tensors] for tensors in (grads, exp_avgs, exp_avg_sqs, masters)]
+    except AttributeError:  # a gradient that is None, mostly
+        _refuse_no_tensor(params=params, grads=grads, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs, master=masters)
+        raise
+    device, dtype = params[0].device, params[0].dtype
     if dtype not in _FLOATING:
         raise TypeError(f"adamw_: params are {dtype}; expected float32, bfloat16, float16 or float64")
     check(
@@ -196,16 +203,35 @@ def _check_lists(
     wide = (compute_dtype(dtype),)
     lists = [("params", params, (dtype,)), ("grads", grads, _FLOATING), ("exp_avgs", exp_avgs, wide)]
     lists += [("exp_avg_sqs", exp_avg_sqs, wide)] + ([("master", masters, wide)] if masters else [])
-    for name, tensors, dtypes in lists:
+    for (name, tensors, dtypes), of_tensors in zip(lists, [shapes, *others], strict=False):
         if len(tensors) != len(params):
             raise ValueError(f"adamw_: {len(tensors)} {name} for {len(params)} params")
         # All at once, since a call may have thousands; the search for the odd one is left to the failure.
         if not (
-            [t.shape for t in tensors] == shapes
+            of_tensors == shapes
             and all([t.dtype in dtypes and t.device == device for t in tensors])
             and (name == "grads" or not any([shares_memory(t) for t in tensors]))
         ):
             _refuse(name, tensors, params, dtypes)
+
+
+def _refuse_no_tensor(**lists: Sequence[torch.Tensor]) -> None:
+    """TypeError naming the first element that is no tensor."""
+    for name, tensors in lists.items():
+        for i, tensor in enumerate(tensors):
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"adamw_: {name}[{i}] is {tensor!r}; expected a tensor")
+
+
+def _refuse_numbers(step: Any, lr: Any, beta1: float, beta2: float, eps: float, weight_decay: float) -> None:
+    """Raises for the first that is out of its range; tensors are not looked at."""
+    if not (isinstance(step, torch.Tensor) or hasattr(step, "__index__")):
+        raise TypeError(f"adamw_: step is {step!r}; expected an integer from 1 on")
+    ranges = {"step": (step, 1, math.inf), "lr": (lr, 0.0, math.inf), "beta1": (beta1, 0.0, 1.0)}
+    ranges |= {"beta2": (beta2, 0.0, 1.0), "eps": (eps, 0.0, math.inf), "weight_decay": (weight_decay, 0.0, math.inf)}
+    for name, (value, low, high) in ranges.items():
+        if not (isinstance(value, torch.Tensor) or low <= value < high):
+            raise ValueError(f"adamw_: {name} is {value}; expected {low} <= {name} < {high}")
 
 
 def _refuse(
@@ -227,8 +253,12 @@ def _refuse(
 def _scalar(name: str, value: torch.Tensor | float, like: torch.Tensor) -> torch.Tensor:
     """`value` as a 0-dim tensor where `like` lives, made there: nothing waits for the device."""
     if not isinstance(value, torch.Tensor):
+        if not hasattr(value, "__float__"):
+            raise TypeError(f"adamw_: {name} is {value!r}; expected a number or a 0-dim tensor")
         return torch.full((), value, dtype=compute_dtype(like.dtype), device=like.device)
     check(value.dim() == 0, lambda: f"adamw_: {name} has shape {tuple(value.shape)}; expected a 0-dim tensor")
+    if value.is_complex():
+        raise TypeError(f"adamw_: {name} is {value.dtype}; expected a real dtype")
     check(value.device == like.device, lambda: f"adamw_: {name} is on {value.device}; expected {like.device}")
     return value
 
@@ -257,12 +287,16 @@ def adamw_(
     if not params:
         return
     timed = isinstance(step, torch.Tensor) or isinstance(lr, torch.Tensor)
-    if not isinstance(step, torch.Tensor) and step < 1:
-        raise ValueError(f"adamw_: step is {step}; the first one is 1")
+    if timed or not (
+        isinstance(step, int) and step >= 1 and 0.0 <= lr < math.inf
+        and 0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0 and 0.0 <= eps < math.inf and 0.0 <= weight_decay < math.inf
+    ):  # fmt: skip
+        _refuse_numbers(step, lr, beta1, beta2, eps, weight_decay)
     grads, exp_avgs, exp_avg_sqs = list(grads), list(exp_avgs), list(exp_avg_sqs)
     # A plain call of Triton checks what it has not met, and needs no more of torch.
     direct = (
         not observed()
+        and isinstance(params[0], torch.Tensor)
         and use_tables(params[:1])
         and all_plain([*params, *grads, *exp_avgs, *exp_avg_sqs, *masters])
     )  # fmt: skip

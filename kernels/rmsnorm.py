@@ -154,7 +154,7 @@ def rms_norm(
     the caller holds. D at most 65,536. Raises TypeError on mixed dtypes, ValueError on shapes and devices.
     """
     check_floating("rms_norm", x=x, weight=weight, residual=residual)
-    check_rows("rms_norm", x, residual, weight=weight)
+    check_rows("rms_norm", x, residual, eps, weight=weight)
     if residual is None:
         return _rms_norm(x, weight, eps)[0]
     y, h, _ = _rms_norm_residual(x, residual, weight, eps)

@@ -172,8 +172,8 @@ _rope_inplace = register(
 
 
 def _check(op: str, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    check_floating(op, q=q, k=k)
-    check_floating(op, cos=cos, sin=sin)
+    check_floating(op, 2, q=q, k=k)
+    check_floating(op, 2, cos=cos, sin=sin)
     check_device(op, q, cos=cos, sin=sin)
     of_q, of_k, turned = q.shape, k.shape, cos.shape
     if not len(of_q) == len(of_k) == 4 or of_q[:2] != of_k[:2] or of_q[3] != of_k[3]:

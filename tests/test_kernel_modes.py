@@ -222,11 +222,11 @@ def _head_grad(lse=LSE, dloss=LSE, **options):
         (lambda: _head_grad(lse=LSE.double()), TypeError, "lse is torch.float64"),
         (lambda: _head_grad(out=HEAD.half()), TypeError, "out is torch.float16"),
         (lambda: kernels.linear_dgrad(torch.ones(3, 5), HEAD, activation="silu"), ValueError, "needs pre"),
-        (lambda: kernels.linear(X, HEAD, dropout_p=0.5, rng=RNG, row_offset=-1), ValueError, "offsets are"),
+        (lambda: kernels.linear(X, HEAD, dropout_p=0.5, rng=RNG, row_offset=-1), ValueError, "row_offset is -1"),
         (
             lambda: kernels.attention(*[torch.ones(1, 2, 1, 16)] * 3, dropout_p=0.5, rng=RNG, head_offset=-1),
             ValueError,
-            "head_offset -1",
+            "head_offset is -1",
         ),
     ],
 )
