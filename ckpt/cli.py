@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="print one JSON object")
     common.add_argument("--key-file", type=Path, help="the key of signed or encrypted snapshots")
+    common.add_argument("--key-env", metavar="NAME", help="the same: the variable of the environment that holds it")
     parser = argparse.ArgumentParser(
         prog="plait snapshot", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from plait.ckpt.candidates import find_snapshot
 from plait.ckpt.cli_progress import bytes_read, progress, size_text
-from plait.ckpt.cli_show import OK, Answer, need_folder
-from plait.ckpt.crypt import load_key
+from plait.ckpt.cli_show import OK, Answer, key_of, need_folder
 from plait.ckpt.errors import SnapshotError
 from plait.ckpt.interop_dcp import export_dcp, import_dcp
 from plait.ckpt.interop_deepspeed import import_deepspeed
@@ -69,7 +68,7 @@ def export(arguments: argparse.Namespace) -> Answer:
     if arguments.shard_mib < 1:
         raise ValueError(f"--shard-mib {arguments.shard_mib}: must be at least 1")
     with reading(folder):
-        reader = open_folder(folder, key=load_key(key_file=arguments.key_file))
+        reader = open_folder(folder, key=key_of(arguments))
         chosen = choose(reader, arguments.select, arguments.strip_prefix)
         with progress(f"export {folder.name}", chosen.num_bytes, lambda: reader.bytes_read, arguments.json):
             if kind == "hf":
@@ -107,7 +106,7 @@ def bring(arguments: argparse.Namespace) -> Answer:
     began = bytes_read()
     with progress(f"import {source.name}", total, lambda: bytes_read() - began, arguments.json):
         found = _read(kind, arguments)
-    folder = save_imported(root, found, arguments.step, arguments.prefix, arguments.key_file)
+    folder = save_imported(root, found, arguments.step, arguments.prefix, key_of(arguments))
     manifest = open_folder(folder).manifest
     report = {
         "source": str(source),

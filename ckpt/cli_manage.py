@@ -18,9 +18,9 @@ from plait import _C
 from plait.ckpt import keep
 from plait.ckpt.candidates import find_snapshot, opened_snapshot
 from plait.ckpt.cli_progress import progress, size_text
-from plait.ckpt.cli_show import DIFFERENT, NO_SESSION, OK, Answer, check_snapshot, need_folder
+from plait.ckpt.cli_show import DIFFERENT, NO_SESSION, OK, Answer, check_snapshot, key_of, need_folder
 from plait.ckpt.copy_whole import copy_whole
-from plait.ckpt.crypt import Key, load_key
+from plait.ckpt.crypt import Key
 from plait.ckpt.errors import SnapshotDamaged
 from plait.ckpt.folders import StepFolder, collect_garbage, step_folders
 from plait.ckpt.lock import RootLock
@@ -64,7 +64,7 @@ def prune(arguments: argparse.Namespace) -> Answer:
 
 
 def _prune(arguments: argparse.Namespace, policy: keep.Policy) -> Answer:
-    root, run, key = arguments.root, _run_of(arguments.root), load_key(key_file=arguments.key_file)
+    root, run, key = arguments.root, _run_of(arguments.root), key_of(arguments)
     manifests = _manifests(root, key)
     valid = [folder for folder, manifest in manifests.items() if manifest is not None and manifest.run == run]
     if not valid:
@@ -133,7 +133,7 @@ def unpin(arguments: argparse.Namespace) -> Answer:
 
 def copy(arguments: argparse.Namespace) -> Answer:
     """Copies a snapshot to another folder or URL, read back and compared."""
-    key = load_key(key_file=arguments.key_file)
+    key = key_of(arguments)
     if not arguments.retry_s >= 0.0:
         raise ValueError(f"--retry-s {arguments.retry_s}: must be at least 0")
     compress: bool | int = arguments.level if arguments.level is not None else arguments.compress

@@ -6,6 +6,7 @@ Each takes the parsed arguments and returns (exit code, report for --json, lines
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from fnmatch import fnmatchcase
@@ -20,7 +21,7 @@ from plait.ckpt.crypt import Key, load_key
 from plait.ckpt.errors import SnapshotDamaged, SnapshotError
 from plait.ckpt.folders import leftovers, parse_step, step_folders
 from plait.ckpt.keep import pinned_folders
-from plait.ckpt.manifest import RUN
+from plait.ckpt.manifest import RUN, signing_key
 from plait.ckpt.owner import read_record
 from plait.ckpt.reader import SnapshotReader
 from plait.ckpt.tables import TensorEntry
@@ -55,7 +56,7 @@ def _in_folder(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], lis
     """Returns rows, the names of what is unfinished, and the record of the owner."""
     root = local_path(arguments.root)
     need_folder(root)
-    key, pins = load_key(key_file=arguments.key_file), pinned_folders(root)
+    key, pins = key_of(arguments), pinned_folders(root)
     rows = [
         {**_row(f.path.name, f.step, partial(open_folder, f.path, key=key)), "pinned": f in pins}
         for f in step_folders(root)
@@ -69,12 +70,21 @@ def _in_folder(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], lis
 
 
 def _in_store(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str], dict[str, Any]]:
-    key = load_key(key_file=arguments.key_file)
+    key = key_of(arguments)
     store, found = find_copies(arguments.root)
     rows = [
         {**_row(folder, step, partial(TierReader, store, folder, key=key)), "pinned": False} for step, folder in found
     ]
     return rows, store.unfinished(), {}
+
+
+def key_of(arguments: argparse.Namespace) -> Key | None:
+    """Returns the key that a command was given: a file, or the name of a variable of the environment."""
+    if arguments.key_env is None:
+        return load_key(key_file=arguments.key_file)
+    if arguments.key_env not in os.environ:
+        raise ValueError(f"--key-env {arguments.key_env}: the environment has no such variable")
+    return load_key(os.environ[arguments.key_env], arguments.key_file)
 
 
 def need_folder(path: Path) -> None:
@@ -95,7 +105,7 @@ def _row(name: str, step: int, opener: Callable[[], SnapshotReader]) -> dict[str
 
 def show(arguments: argparse.Namespace) -> Answer:
     """One snapshot: who wrote it, its tensors and values, its files with their digests."""
-    with opened_snapshot(arguments.path, load_key(key_file=arguments.key_file)) as reader:
+    with opened_snapshot(arguments.path, key_of(arguments)) as reader:
         return _show(reader, arguments)
 
 
@@ -120,10 +130,20 @@ def _show(reader: SnapshotReader, arguments: argparse.Namespace) -> Answer:
     about = {name: getattr(manifest, name) for name in wanted}
     about["metrics"] = {name: float.fromhex(text) for name, text in manifest.metrics.items()}
     codec = next((p.codec for f in reader.fragments for p in f.pieces if p.codec), None)
+    signed = signing_key(reader.stored_manifest())
     files = [asdict(entry) for entry in manifest.files]
-    report = {"folder": str(folder), **about, "codec": codec, "tensors": tensors, "values": values, "ranks": ranks}
+    report = {
+        "folder": str(folder),
+        **about,
+        "codec": codec,
+        "signed_by": signed,
+        "tensors": tensors,
+        "values": values,
+        "ranks": ranks,
+    }
     lines = [f"{folder}", *(f"{name + ':':<14}{value}" for name, value in about.items() if value not in ({}, None))]
     lines += [f"{'codec:':<14}{codec}"] * (codec is not None)
+    lines += [f"{'signed by:':<14}key {signed}"] * (signed is not None)
     lines += ["", f"{'tensor':<44} {'dtype':<12} {'shape':<20} {'size':>11}  ranks"]
     for t in tensors:
         where = f"= {t['same_as']}" if t["same_as"] else ",".join(map(str, t["ranks"]))
@@ -159,13 +179,17 @@ def _rank_row(reader: SnapshotReader, rank: int) -> dict[str, Any]:
 
 
 def verify(arguments: argparse.Namespace) -> Answer:
-    """Reads every byte of one snapshot or of all in a folder; 1 when one is damaged."""
-    key = load_key(key_file=arguments.key_file)
+    """Reads every byte of one snapshot or of all in a folder; 1 when one is damaged, or not signed by the key that
+    was given. Without a key a signature is named and not checked: that is no damage, so the exit code stays 0."""
+    key = key_of(arguments)
     rows, lines, code = [], [], OK
     for step, name, opener in _to_verify(arguments.path, arguments.step, key):
-        damage, num_bytes = _check(name, opener, quiet=arguments.json)
-        rows.append({"name": name, "step": step, "ok": not damage, "damage": damage, "bytes_read": num_bytes})
-        lines.append(f"{name}: {'damaged' if damage else 'ok'} ({num_bytes} bytes read)")
+        damage, num_bytes, signed = _check(name, opener, quiet=arguments.json)
+        row = {"name": name, "step": step, "ok": not damage, "damage": damage, "bytes_read": num_bytes}
+        rows.append({**row, "signed_by": signed, "signature_checked": key is not None and not damage})
+        lines.append(
+            f"{name}: {'damaged' if damage else 'ok'} ({num_bytes} bytes read){_signature_text(signed, key)}"
+        )
         lines += [f"  {text}" for text in damage]
         code = DIFFERENT if damage else code
     return code, {"snapshots": rows}, lines
@@ -194,12 +218,21 @@ def check_snapshot(folder: Path, key: Key | None = None, quiet: bool = True) -> 
 
     quiet: shows no progress.
     """
-    return _check(folder.name, partial(open_folder, folder, key=key), quiet)
+    return _check(folder.name, partial(open_folder, folder, key=key), quiet)[:2]
 
 
-def _check(name: str, opener: Callable[[], SnapshotReader], quiet: bool) -> tuple[list[str], int]:
+def _signature_text(signed: str | None, key: Key | None) -> str:
+    if signed is None:
+        return ""
+    return f", signed by key {signed}" + ("" if key is not None else ", which was NOT CHECKED: no key was given")
+
+
+def _check(name: str, opener: Callable[[], SnapshotReader], quiet: bool) -> tuple[list[str], int, str | None]:
+    """Returns the damage, the bytes of data read, and the id of the key that signed it."""
+    signed = None
     try:
         reader = opener()
+        signed = signing_key(reader.stored_manifest())
         reader.table  # noqa: B018  checks fragments and coverage
         for key, value in reader.values.items():
             decode(value, f"value {key!r}")
@@ -207,16 +240,16 @@ def _check(name: str, opener: Callable[[], SnapshotReader], quiet: bool) -> tupl
             for key, value in fragment.per_rank.items():
                 decode(value, f"per-rank value {key!r} of rank {fragment.rank}")
     except SnapshotDamaged as error:
-        return [str(error)], 0
+        return [str(error)], 0, signed
     total = sum(file.bytes for fragment in reader.fragments for file in fragment.data_files.values())
     with progress(f"verify {name}", total, lambda: reader.bytes_read, quiet):
         damage = [text for rank in range(reader.manifest.world_size) for text in reader.verify(rank)]
-    return damage, reader.bytes_read
+    return damage, reader.bytes_read, signed
 
 
 def diff(arguments: argparse.Namespace) -> Answer:
     """Compares two snapshots bit by bit; 1 when they differ."""
-    key = load_key(key_file=arguments.key_file)
+    key = key_of(arguments)
     with opened_snapshot(arguments.a, key) as a, opened_snapshot(arguments.b, key) as b:
         return _diff(a, b, arguments)
 
@@ -228,7 +261,11 @@ def _diff(a: SnapshotReader, b: SnapshotReader, arguments: argparse.Namespace) -
     lines = [f"{d.name}: {d.text}" for d in found]
     same_ranks = len(a.fragments) == len(b.fragments)
     note = "" if same_ranks else "; per-rank values were not compared: the numbers of ranks differ"
-    verdict = f"{len(found)} differences" if found else f"equal: {len(a.table.names)} tensors, {len(a.values)} values"
+    verdict = (
+        f"{len(found)} difference{'s' * (len(found) > 1)}"
+        if found
+        else f"equal: {len(a.table.names)} tensors, {len(a.values)} values"
+    )
     lines.append(f"{verdict} ('{a.place}', '{b.place}'{note})")
     report = {
         "equal": not found,

@@ -54,7 +54,10 @@ def compare(a: SnapshotReader, b: SnapshotReader) -> Iterator[Difference]:
         return
     for rank, (mine, theirs) in enumerate(zip(a.fragments, b.fragments, strict=True)):
         for name in sorted(mine.per_rank.keys() | theirs.per_rank.keys()):
-            if canonical(mine.per_rank.get(name)) != canonical(theirs.per_rank.get(name)):
+            if (name in mine.per_rank) != (name in theirs.per_rank):
+                side = "first" if name in mine.per_rank else "second"
+                yield Difference(name, "per_rank", f"is in the {side} only, on rank {rank}")
+            elif canonical(mine.per_rank[name]) != canonical(theirs.per_rank[name]):
                 yield Difference(name, "per_rank", f"differs on rank {rank}")
 
 

@@ -22,8 +22,9 @@ SEALED = b"plait-sealed-1\n"  # what an encrypted small file begins with
 SEAL_BYTES = _ID_BYTES + _NONCE_BYTES + _TAG_BYTES  # what a sealed block is longer than its content
 
 
-def load_key(key: bytes | None = None, key_file: str | Path | None = None) -> Key | None:
-    """Returns the key that a caller gave: 32 bytes, or a file with these or with their 64 hex digits; None for none.
+def load_key(key: bytes | str | Key | None = None, key_file: str | Path | None = None) -> Key | None:
+    """Returns the key that a caller gave: 32 bytes or their 64 hex digits (as an environment variable has them), or a
+    file with either; None for none.
 
     ValueError when it is neither (the text never holds the key), OSError when the file cannot be read.
     """
@@ -31,8 +32,11 @@ def load_key(key: bytes | None = None, key_file: str | Path | None = None) -> Ke
         return None
     if key is not None and key_file is not None:
         raise ValueError("key and key_file: give one of them")
+    if isinstance(key, Key):
+        return key
     source = "key" if key_file is None else f"key_file '{key_file}'"
-    data = Path(key_file).read_bytes() if key_file is not None else key
+    text = key.encode() if isinstance(key, str) else key
+    data = Path(key_file).read_bytes() if key_file is not None else text
     assert data is not None
     if len(data) != KEY_BYTES:
         try:

@@ -94,8 +94,17 @@ def import_dcp(folder: Path, skip: Sequence[str] = ()) -> Imported:
             else:
                 data = files.read(name, storage.get((name, None)))
                 leaves[path] = load_plain(io.BytesIO(data), f"'{folder}': value {name!r} (--skip leaves it out)")
-    tree = nest_paths(leaves)
+    tree = _with_lists(nest_paths(leaves))
     return Imported(tree, left, step_of(tree))
+
+
+def _with_lists(tree: Any) -> Any:
+    """Returns the tree with its lists: in DCP's paths an integer is a place in a list, keys of dicts are texts."""
+    if not isinstance(tree, dict):
+        return tree
+    below = {key: _with_lists(part) for key, part in tree.items()}
+    is_list = below and all(type(key) is int for key in below) and sorted(below) == list(range(len(below)))
+    return [below[place] for place in range(len(below))] if is_list else below
 
 
 def _name_of(name: Any, paths: dict[Any, Any]) -> tuple[Any, ...]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from plait.ckpt.crypt import Key
 from plait.ckpt.errors import SnapshotError
 from plait.ckpt.folders import step_folders
 from plait.ckpt.reader import SnapshotReader
@@ -121,7 +122,7 @@ def read_tree(chosen: Chosen) -> dict[Any, Any]:
     return nest_paths({chosen.paths[outer]: leaf for outer, leaf in leaves.items()}, numbers=True)
 
 
-def save_imported(root: Path, found: Imported, step: int | None, prefix: str, key_file: Path | None) -> Path:
+def save_imported(root: Path, found: Imported, step: int | None, prefix: str, key: Key | None) -> Path:
     """Saves what was imported as a snapshot; returns its folder.
 
     step: default that of the checkpoint, else 0. SnapshotLocked when a job writes there, SnapshotError when the step
@@ -135,7 +136,7 @@ def save_imported(root: Path, found: Imported, step: int | None, prefix: str, ke
     state = nest_paths({(*prefix.strip("/").split("/"),): found.state}) if prefix.strip("/") else found.state
     total = _bytes_of(state)
     pool = POOL_BYTES if total > POOL_BYTES else 0
-    with Snapshots(root, keep_last=None, pool_bytes=pool, key_file=key_file) as snapshots:
+    with Snapshots(root, keep_last=None, pool_bytes=pool, key=key) as snapshots:
         snapshots.save(number, state).wait()
     return next(folder.path for folder in step_folders(root) if folder.step == number)
 

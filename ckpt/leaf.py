@@ -125,7 +125,12 @@ def _copies(path: str, over: Any, own_mesh: Any) -> tuple[int, int]:
 def _check_plain(path: str, tensor: Any) -> None:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         raise StateError(f"{path} is {describe(tensor)}, a tensor subclass that cannot be stored; store its parts")
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+    if tensor.is_nested or tensor.is_quantized:
+        kind, parts = (
+            ("nested", "unbind()") if tensor.is_nested else ("quantized", "int_repr(), scale and zero point")
+        )
+        raise StateError(f"{path} is a {kind} tensor, which cannot be stored; store its {parts}")
+    if tensor.layout is not torch.strided or tensor.is_meta:
         raise StateError(
             f"{path} is a {tensor.layout} tensor on {tensor.device}; only dense tensors with data can be stored"
         )

@@ -238,6 +238,12 @@ def from_bytes(kind: type[T], data: bytes, where: str, key: Key | None = None) -
     return record
 
 
+def signing_key(data: bytes) -> str | None:
+    """Returns the id of the key that a manifest's bytes say they are signed with, unchecked; None when unsigned."""
+    last = data.rstrip(b"\n").rpartition(b"\n")[2] + b"\n"
+    return last.decode().split(":")[1] if _SIGNATURE.fullmatch(last) else None
+
+
 def _digest_line(line: bytes) -> bytes:
     return b"sha256:" + hashlib.sha256(line).hexdigest().encode() + b"\n"
 

@@ -23,7 +23,7 @@ from plait.ckpt.background import Background
 from plait.ckpt.candidates import candidates, newest_valid
 from plait.ckpt.capture import Capturer
 from plait.ckpt.commit import Writer
-from plait.ckpt.crypt import load_key
+from plait.ckpt.crypt import Key, load_key
 from plait.ckpt.disks import Disks
 from plait.ckpt.errors import SnapshotError
 from plait.ckpt.group import launch_of_group
@@ -53,7 +53,7 @@ class Snapshots:
     and `io_priority` (normal, low, idle). rate_limit: bytes per second for writing, 0 none. read_only: takes no LOCK,
     saves nothing. delta: what did not change since the last save is linked, not written (plait.ckpt.delta). tiers:
     where committed snapshots are copied in the background (tiers.Tier), nearest first; a restore takes the nearest
-    good copy. key, key_file: 32 bytes, or a file with them or their hex digits: it signs manifests, which must then
+    good copy. key, key_file: 32 bytes or their hex digits, or a file with them: it signs manifests, which must then
     be signed by it, and seals encrypted tiers. agreement_root: where ranks agree during a restore, when they cannot
     write to `root`. store: a torch.distributed Store, when the ranks' roots are not one folder (plait.ckpt.disks);
     all then make the object together. partner: data files also go into another rank's root (plait.ckpt.partner). io:
@@ -88,7 +88,7 @@ class Snapshots:
         partner: Partner | None = None,
         delta: bool = False,
         tiers: Sequence[Tier] = (),
-        key: bytes | None = None,
+        key: bytes | str | Key | None = None,
         key_file: str | Path | None = None,
         io: _C.Io | None = None,
     ) -> None:

@@ -21,6 +21,8 @@ from plait.ckpt.lazy import ABSENT, Lazy, optimizer_template
 from plait.ckpt.leaf import Leaf, Replicas, Sharded, leaf_of
 from plait.ckpt.values import describe
 
+_MAX_DEPTH = 100  # to which a container that holds itself is looked for, once Python's own limit was met
+
 
 @dataclass(frozen=True)
 class PerRank:
@@ -78,7 +80,12 @@ def flatten(state: Any, restoring: bool = False) -> Flat:
     flat = Flat(Node("dict", "", "state", state))
     if not isinstance(state, dict):
         raise StateError(f"state is {describe(state)}; it must be a dict")
-    flat.root = _Grower(flat, restoring).grow("", "state", state)
+    try:
+        flat.root = _Grower(flat, restoring).grow("", "state", state)
+    except RecursionError:
+        raise StateError(
+            f"{_loop_in(state, 'state', ()) or 'state'} contains itself, or is nested too deep"
+        ) from None
     bare = [leaf.name for leaf in flat.tensors.values() if leaf.replica is None]
     if bare and not restoring:
         flat.values[BARE] = Node("value", BARE, "state", bare_digest(bare))
@@ -184,6 +191,16 @@ class _Grower:
         flat = self.flat
         if name in flat.tensors or name in flat.values or name in flat.per_rank:
             raise StateError(f"{path} has the same name as another part of the state: {name!r}")
+
+
+def _loop_in(value: Any, path: str, above: tuple[int, ...]) -> str | None:
+    """Returns the path of the first container found that is one of those around it."""
+    if id(value) in above:
+        return path
+    if len(above) > _MAX_DEPTH or not isinstance(value, (dict, list, tuple)):
+        return None
+    pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    return next((p for k, v in pairs if (p := _loop_in(v, f"{path}[{k!r}]", (*above, id(value))))), None)
 
 
 def is_object(value: Any) -> bool:

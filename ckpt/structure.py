@@ -116,8 +116,8 @@ class _Structure:
         tensors = self._local.tensors(found) if self._root.collect(state, flat, found) else None
         if tensors is None:
             return None
-        if [list(map(of, tensors)) for of in _FIXED] != self._fixed:
-            return None
+        if any(list(map(of, tensors)) != known for of, known in zip(_FIXED, self._fixed, strict=True)):
+            return None  # types come first: what is no tensor any more has no shape to ask for
         flat.encoded = self._encoded
         flat.tensors = Leaves(self._known, tensors)  # type: ignore[assignment]  # only read from here on
         signature_of(flat, self)

@@ -15,7 +15,7 @@ from plait import _C
 from plait.ckpt.codec import HEAD_BYTES, PART_BLOCKS, coder_of, unpack
 from plait.ckpt.crypt import Cipher, Key, opened
 from plait.ckpt.errors import SnapshotDamaged
-from plait.ckpt.manifest import FILE_NAME, MAX_JSON_BYTES, DataFile, Manifest, part_name, sha256
+from plait.ckpt.manifest import FILE_NAME, MANIFEST, MAX_JSON_BYTES, DataFile, Manifest, part_name, sha256
 from plait.ckpt.read_plan import FileKey
 from plait.ckpt.reader import Request, SnapshotReader, check_names
 from plait.ckpt.store import CHUNK_BYTES, DirStore, Source, read_copy_manifest
@@ -63,6 +63,10 @@ class TierReader(SnapshotReader):
                     f"'{self.place}/{entry.name}' has {size} bytes, the manifest says {entry.bytes}"
                 )
         return manifest
+
+    def stored_manifest(self) -> bytes:
+        """Returns the manifest's bytes, signature included."""
+        return self._store.get(self._place, MANIFEST, 0, min(self._sizes[MANIFEST], MAX_JSON_BYTES))
 
     def _fetch(self, name: str, num_bytes: int) -> bytes:
         if num_bytes > MAX_JSON_BYTES:

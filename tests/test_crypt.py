@@ -35,6 +35,13 @@ def test_a_key_file_holds_bytes_or_hex(tmp_path, content):
     assert key is not None and key.id == Key(SECRET).id and SECRET.hex() not in repr(key)
 
 
+def test_a_key_is_taken_as_the_environment_has_it():
+    key = load_key(SECRET.hex())
+    assert key is not None and key.id == Key(SECRET).id and load_key(key) is key
+    with pytest.raises(ValueError, match="must be 32 bytes or 64 hex digits"):
+        load_key("no key at all")
+
+
 def test_a_key_that_is_none_is_refused_without_being_told(tmp_path):
     assert load_key() is None
     for data in (b"", b"short", SECRET + b"x", b"zz" * 32):

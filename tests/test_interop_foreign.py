@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from plait.ckpt import Snapshots
 from plait.ckpt.cli import main
 from plait.ckpt.errors import SnapshotError
 from plait.ckpt.interop_dcp import import_dcp
@@ -38,6 +40,38 @@ def test_dcp_reads_what_was_exported_and_it_comes_back(run, tmp_path, capsys):
     reader, original = reader_of(tmp_path / "back"), open_folder(run / "step-000000005")
     assert reader.table.names == original.table.names and reader.values == original.values
     assert all(same_bits(reader.read_full(n), original.read_full(n)) for n in original.table.names)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_an_optimizer_that_dcp_saved_goes_on(tmp_path, capsys, by_name):
+    """Lists came in as dicts, so that `param_groups` was missing for every optimizer."""
+    model, optimizer = trained()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "losses": [3, {"a": torch.ones(2)}]}
+    if by_name:
+        state["model"], state["optimizer"] = get_state_dict(model, optimizer)
+    dcp.save({**state, "step": 4}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    imported(capsys, tmp_path / "dcp", tmp_path / "back")
+    other, fresh = trained(lr=0.9)
+    into = {"model": other, "optimizer": fresh, "losses": [0, {"a": torch.zeros(2)}], "step": 0}
+    if by_name:
+        into["model"], into["optimizer"] = get_state_dict(other, fresh)
+    found = Snapshots(tmp_path / "back", read_only=True).restore(into)
+    if by_name:
+        parts = found.values["model"], found.values["optimizer"]
+        set_state_dict(other, fresh, model_state_dict=parts[0], optim_state_dict=parts[1])
+    assert found.values["losses"][0] == 3 and found.values["losses"][1]["a"].tolist() == [1, 1]
+    assert fresh.param_groups[0]["lr"] == 0.25
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert same_bits(mine, theirs)
+        assert same_bits(optimizer.state[mine]["exp_avg"], fresh.state[theirs]["exp_avg"])
+
+
+def trained(lr: float = 0.25) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    model(torch.randn(2, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
 
 
 def save_sharded(rank: int, folder: str) -> None:

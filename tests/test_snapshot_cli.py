@@ -68,6 +68,39 @@ def test_verify_reads_every_byte_and_names_the_tensor(run, capsys):
     assert "has 10000 bytes" in answer(capsys, "verify", run, "--step", "1")[1]["snapshots"][0]["damage"][0]
 
 
+def test_verify_says_that_a_signature_was_not_checked(tmp_path, capsys, monkeypatch):
+    """It said "ok", as if the signature were. Nothing is damaged, so the exit code stays 0."""
+    root, key = tmp_path / "run", bytes(range(32))
+    with Snapshots(root, key=key, tiers=[Tier(f"file://{tmp_path}/far")]) as snapshots:
+        snapshots.save(1, small_state(1)).wait("remote")
+    for place in (root, f"file://{tmp_path}/far"):
+        assert main(["verify", str(place)]) == 0
+        assert "signed by key 42942e35, which was NOT CHECKED: no key was given" in capsys.readouterr().out
+        code, report = answer(capsys, "verify", place)
+        (row,) = report["snapshots"]
+        assert (code, row["ok"], row["signed_by"], row["signature_checked"]) == (0, True, "42942e35", False)
+        monkeypatch.setenv("MY_KEY", key.hex())
+        code, report = answer(capsys, "verify", place, "--key-env", "MY_KEY")
+        assert (code, report["snapshots"][0]["signature_checked"]) == (0, True)
+        assert answer(capsys, "show", f"{place}@1")[1]["signed_by"] == "42942e35"
+        monkeypatch.setenv("MY_KEY", "ab" * 32)
+        code, report = answer(capsys, "verify", place, "--key-env", "MY_KEY")
+        assert (code, report["snapshots"][0]["signature_checked"]) == (1, False)
+    assert answer(capsys, "verify", root, "--key-env", "NO_SUCH_KEY") == (
+        2,
+        {"error": "--key-env NO_SUCH_KEY: the environment has no such variable"},
+    )
+
+
+def test_a_value_that_one_side_lacks_on_a_rank_is_not_called_different(tmp_path, capsys):
+    for name, state in (("a", {"x": torch.ones(1), "rng": PerRank(3)}), ("b", {"x": torch.ones(1)})):
+        with Snapshots(tmp_path / name) as snapshots:
+            snapshots.save(1, state)
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    text = capsys.readouterr().out
+    assert "rng: is in the first only, on rank 0" in text and "1 difference (" in text
+
+
 def test_every_kind_of_damage_gives_exit_code_1(run, capsys):
     for path in sorted((run / "step-000000002").iterdir()):
         data = path.read_bytes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+import warnings
 from collections import Counter, OrderedDict
 
 import pytest
@@ -122,11 +123,32 @@ def test_what_cannot_be_stored_is_refused_by_path(state, text):
             encode(node.value, node.path, tensors=True)
 
 
+def _odd(kind):
+    with warnings.catch_warnings():  # that their interfaces may change
+        warnings.simplefilter("ignore", UserWarning)
+        if kind == "nested":
+            return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        return torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+
+
+def _loop(container):
+    """A state with a container that holds itself."""
+    if isinstance(container, dict):
+        container["again"] = container
+    else:
+        container.append(container)
+    return {"a": container}
+
+
 @pytest.mark.parametrize(
     ("state", "text"),
     [
         ({"w": torch.zeros(2).to_sparse()}, r"state\['w'\] is a torch.sparse_coo tensor"),
         ({"w": torch.zeros(2, device="meta")}, r"state\['w'\] is a torch.strided tensor on meta"),
+        ({"w": _odd("nested")}, r"state\['w'\] is a nested tensor, which cannot be stored; store its unbind"),
+        ({"w": _odd("quantized")}, r"\['w'\] is a quantized .* int_repr"),
+        (_loop({}), r"state\['a'\]\['again'\] contains itself"),
+        (_loop([]), r"state\['a'\]\[0\] contains itself"),
         ({"a/b": 1, "a": {1.5: 2}}, r"state\['a'\] has the key 1.5"),
         ({0: 1, "0": 2}, "same name as another part of the state: '0'"),
         ({"__metadata__": 1}, "two underscores are reserved"),

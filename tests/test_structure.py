@@ -193,6 +193,22 @@ def test_every_change_is_noticed_and_saved_right(tmp_path, name):
     )
 
 
+@pytest.mark.parametrize(
+    "later", [None, 3, [], {}, Sharded(torch.ones(3), (3,), (0,)), [torch.ones(1)], nn.Linear(1, 1)]
+)
+def test_a_tensor_that_becomes_something_else_is_saved_as_that(tmp_path, later):
+    """Every save raised AttributeError from then on: "'NoneType' object has no attribute 'shape'"."""
+    with Snapshots(tmp_path) as snapshots:
+        snapshots.save(1, {"best": torch.ones(3)})
+        snapshots.save(2, {"best": later}).wait()
+        snapshots.save(3, {"best": torch.zeros(3)}).wait()
+        wanted = flatten({"best": later})
+        reader = SnapshotReader(tmp_path / "step-000000002")
+        assert reader.table.names == set(wanted.tensors) and reader.values.keys() == wanted.values.keys() - {
+            "__bare__"
+        }
+
+
 def test_a_learning_rate_that_changes_is_saved_as_it_is_then(tmp_path):
     model, optimizer, state = training(2)
     with Snapshots(tmp_path, keep_last=None) as snapshots:
