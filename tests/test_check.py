@@ -334,6 +334,23 @@ def test_a_message_that_crosses_no_ranks_is_rejected():
         edited(schedule, 0, [*schedule.lanes[0], Action(0, Op.SEND_F, 0)]).check()
 
 
+@pytest.mark.parametrize(
+    "schedule, message",
+    [
+        (replace(gpipe(2, 1), stage_to_rank=(0, 2)), "stage 1 is on rank 2 of 2"),
+        (replace(gpipe(2, 1), stage_to_rank=(-1, 1)), "stage 0 is on rank -1 of 2"),
+        (edited(gpipe(2, 1), 1, [*gpipe(2, 1).lanes[1], Action(2, Op.F, 0)]), "rank 1 action 2F0: no stage 2; "),
+        (edited(gpipe(2, 1), 1, [*gpipe(2, 1).lanes[1], Action(-1, Op.F, 0)]), "rank 1 action -1F0: no stage -1; "),
+        (edited(gpipe(2, 1), 0, [*gpipe(2, 1).lanes[0], Action(0, Op.UNSHARD, 3)]), "UNSHARD takes no micro-batch"),
+        (edited(gpipe(2, 1), 0, [Action(0, Op.F), *gpipe(2, 1).lanes[0]]), "0F: no micro-batch None; .* are 0..0"),
+    ],
+)
+def test_what_names_no_stage_rank_or_microbatch_is_refused_by_name(schedule, message):
+    """A placement on a rank that is not there ended in an IndexError, or counted ranks from the end."""
+    with pytest.raises(ScheduleError, match=message):
+        schedule.check()
+
+
 def test_half_a_backward_is_rejected():
     for text, action in (("0F0,0I0", "0W0"), ("0F0,0W0", "0I0"), ("0F0,0B0,0W0", "0W0"), ("0F0,0I0,0W0,0B0", "0I0")):
         with pytest.raises(ScheduleError) as caught:
