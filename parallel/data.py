@@ -26,7 +26,7 @@ from plait.parallel.buckets import Bucket, Slot, fill, layout_of, overlap
 from plait.parallel.collectives import all_gather
 from plait.parallel.grad_norm import GridNorm, clip_factor, norm_power_of
 from plait.parallel.gradients import grad_home
-from plait.parallel.mesh import Mesh
+from plait.parallel.mesh import GridShape, Mesh, on_nodes
 from plait.parallel.placement import Placement, placement_of
 from plait.parallel.schedules import Op, Schedule
 from plait.parallel.schedules.action import singles
@@ -93,11 +93,10 @@ class DataParallel(GridNorm):
                 f"zero={zero} must be 0 (nothing sharded), 1 (optimizer state) or 2 (gradients too); "
                 "3 is plait.parallel.fully_sharded.FullySharded"
             )
-        if wire_dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
-            raise ValueError(f"wire_dtype={wire_dtype} must be None (as accumulated), float32, bfloat16 or float16")
+        check_wire_dtype(wire_dtype)
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes={bucket_bytes} must be at least 1")
-        self.mesh, self.zero = mesh, zero
+        self.mesh, self.zero, self.bucket_bytes = mesh, zero, bucket_bytes
         self.axis = mesh.axis(*([name for name in ("dp", "cp") if name in mesh.sizes] or ["dp"]))
         self._tied_ranks = tied_pair(tied or {}, tied_ranks, mesh)
         slots = slots_of(stages, mesh, tied or {}, self._tied_ranks, decay)
@@ -304,8 +303,18 @@ def tied_pair(tied: Mapping[int, nn.Parameter], ranks: tuple[int, ...] | None, m
     return ranks if len(ranks) > 1 else ()
 
 
-def check_zero3(sizes: Mapping[str, int], schedule: Schedule | None = None) -> None:
-    """Raises ValueError, with the reason and what would do, for a grid or a schedule that zero=3 cannot have."""
+def check_wire_dtype(wire_dtype: torch.dtype | None) -> None:
+    """Raises ValueError for a dtype that gradients cannot travel in."""
+    if wire_dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"wire_dtype={wire_dtype} must be None (as accumulated), float32, bfloat16 or float16")
+
+
+def check_zero3(grid: GridShape, schedule: Schedule | None = None, *, node_size: int | None = None) -> None:
+    """Raises ValueError, with the reason and what would do, for a grid or a schedule that zero=3 cannot have.
+
+    `node_size`: sharded in nodes of so many ranks, and replicated over them.
+    """
+    sizes = grid.sizes
     lanes = () if schedule is None else schedule.lanes
     if schedule is not None and any(action.op in (Op.I, Op.W) for lane in lanes for action in singles(lane)):
         raise ValueError(
@@ -316,6 +325,12 @@ def check_zero3(sizes: Mapping[str, int], schedule: Schedule | None = None) -> N
         raise ValueError(f"zero=3 shards over dp alone, and cp={sizes['cp']}; use zero=2")
     if sizes.get("dp", 1) < 2:
         raise ValueError("zero=3 shards over dp, which has one rank; use zero=0")
+    for ranks in () if node_size is None else grid.groups("dp"):
+        if on_nodes(ranks, node_size or grid.world_size) is None:
+            raise ValueError(
+                f"zero=3 in nodes of {node_size} ranks needs several nodes with as many ranks of dp each, 2 or more; "
+                f"one dp group is ranks {ranks}"
+            )
 
 
 def _take_grad(param: nn.Parameter) -> None:

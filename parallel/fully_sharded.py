@@ -9,6 +9,9 @@ counted by whom, and which box of the full tensor a shard is. `FullySharded` has
 Every micro-batch gathers each unit twice and scatters its gradients once, 1.5 times the bytes of ZeRO-1 per
 micro-batch (Rajbhandari et al. 2020, section 7; torch.distributed.fsdp.fully_shard). With a pipeline the weights stay
 gathered from their first use to the end of the step, as several micro-batches are under way.
+
+Sharded in a node (`in_node`; PyTorch's HSDP) a gather never leaves its node, and what crosses nodes is the sum of a
+shard's gradients, once per step; the price is memory: every node holds all weights, gradients and moments once.
 """
 
 from __future__ import annotations
@@ -19,13 +22,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardOf
 
 from plait.parallel.buckets import Slot, main_dtype
 from plait.parallel.collectives import all_reduce
-from plait.parallel.data import Shard, check_zero3, decays, slots_of, tied_pair
+from plait.parallel.data import Shard, check_wire_dtype, check_zero3, decays, slots_of, tied_pair
 from plait.parallel.grad_norm import GridNorm, norm_power_of
 from plait.parallel.mesh import Axis, Mesh
 from plait.parallel.placement import Placement
@@ -45,7 +49,7 @@ class ShardedParam:
     """This rank's shard of a parameter, with the face of a `Bucket`: all of it is owned, counted and updated here."""
 
     slot: Slot
-    param: nn.Parameter  # a DTensor over dp, fp32 or fp64
+    param: nn.Parameter  # a DTensor over dp, fp32 or fp64; replicated over nodes where they are sharded in a node
     shard: Placement  # the box of the full tensor that this rank's shard is; its shape may hold a 0
     steps: tuple[Axis, ...]  # to sum the gradient over, beside dp
     params: Tensor  # flat, in the model's dtype: what is saved as the weight; the shard itself unless that is narrow
@@ -79,9 +83,12 @@ class FullySharded(GridNorm):
     """FSDP2 over the dp axis for this rank's stages, with the methods of `DataParallel`.
 
     `units` says which modules of a stage are gathered one by one; the rest of a stage is one more unit. Parameters in
-    16 bits become fp32 shards that are gathered in 16 bits; gradients are summed in fp32. ValueError, with the
-    reason, for what does not go together: a schedule that splits backward (FSDP2 scatters gradients at the end of
-    I, before W has made them), a context-parallel axis.
+    16 bits become fp32 shards that are gathered in 16 bits; gradients are summed in fp32. `in_node`: shard over the
+    dp ranks of a node of the mesh (`node_size`) and replicate over the nodes; a stage's last micro-batch must then
+    reach every parameter, as it starts the sums over nodes. `wire_dtype`: what gradients travel and are added up in
+    (None: fp32, or fp64). ValueError, with the reason, for what does not go together: a schedule that splits backward
+    (FSDP2 scatters gradients at the end of I, before W has made them), a context-parallel axis, nodes that dp does
+    not cut evenly.
     """
 
     def __init__(
@@ -90,13 +97,18 @@ class FullySharded(GridNorm):
         mesh: Mesh,
         schedule: Schedule | None = None,
         *,
+        in_node: bool = False,
+        wire_dtype: torch.dtype | None = None,
         units: Units = layers_of,
         tied: Mapping[int, nn.Parameter] | None = None,
         tied_ranks: tuple[int, ...] | None = None,
         decay: Callable[[str, Tensor], bool] = decays,
     ) -> None:
-        check_zero3(mesh.sizes, schedule)
+        check_wire_dtype(wire_dtype)
+        check_zero3(mesh.grid, schedule, node_size=mesh.node_size if in_node else None)
         self.mesh, self.zero, self.axis = mesh, 3, mesh.axis("dp")
+        nodes = mesh.across_nodes(self.axis) if in_node else None
+        self._inside, self._across = nodes or (self.axis, Axis.single("dp_across_nodes", mesh.rank))
         self._stages = dict(stages)
         ranks = tied_pair(tied or {}, tied_ranks, mesh)
         slots = slots_of(stages, mesh, tied or {}, ranks, decay)
@@ -105,11 +117,12 @@ class FullySharded(GridNorm):
             raise ValueError(f"zero=3: {', '.join(shared)} is shared by two stages of one rank; use zero=2")
         dtypes = [slot.param.dtype for slot in slots]  # of the model; the shards may be wider
         kept = mesh.axis("pp").size > 1  # several micro-batches use a stage's weights in turn
+        torch_mesh = _torch_mesh(mesh, self._inside, self._across)
         for stage in stages.values():
-            _wrap(stage, mesh, units, reshard=not kept)
+            _wrap(stage, torch_mesh, self._inside.size, units, wire_dtype, reshard=not kept)
         named = {stage: dict(module.named_parameters()) for stage, module in stages.items()}
         self.buckets = [
-            _sharded(slot, named[slot.stages[0]][slot.name], dtype, mesh, ranks)
+            _sharded(slot, named[slot.stages[0]][slot.name], dtype, mesh, self._inside, ranks)
             for slot, dtype in zip(slots, dtypes, strict=True)
         ]
 
@@ -119,6 +132,8 @@ class FullySharded(GridNorm):
         """Begins a step: there are no gradients."""
         for bucket in self.buckets:
             bucket.param.grad = None
+        for stage in self._stages.values():
+            self._cross_nodes(stage, now=False)
 
     def drop(self) -> None:
         """Gives a step up: there are no gradients and no gathered weights."""
@@ -126,7 +141,8 @@ class FullySharded(GridNorm):
         self.zero_grad()
 
     def open(self, stage: int) -> None:
-        """Nothing: FSDP2 scatters the gradients of every micro-batch."""
+        """FSDP2 scatters the gradients of every micro-batch; from now on their sums cross the nodes, too."""
+        self._cross_nodes(self._stages[stage], now=True)
 
     def tie(self, stage: int) -> None:
         """TIE_GRAD: sums the two copies' shards of the tied weight's gradient, if the stage holds one."""
@@ -137,8 +153,14 @@ class FullySharded(GridNorm):
     def reduce(self, stage: int) -> None:
         """REDUCE_GRAD: sums partial gradients over their replicas; dp was summed by FSDP2."""
         for bucket in self.buckets:
-            if not bucket.slot.tied and stage == bucket.slot.stages[0]:
-                self._sum(bucket)
+            if stage == bucket.slot.stages[0]:
+                if bucket.param.grad is None and self._across.size > 1:
+                    raise RuntimeError(
+                        f"{bucket.slot.name} got no gradient in the last micro-batch, which sums those of all "
+                        "over the nodes: shard it over all of dp (in_node=False)"
+                    )
+                if not bucket.slot.tied:
+                    self._sum(bucket)
 
     def finish(self) -> None:
         """Ends the step: lets go of gathered weights, which an update will make old. Nothing is under way here."""
@@ -146,6 +168,12 @@ class FullySharded(GridNorm):
             for module in stage.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
+
+    def _cross_nodes(self, stage: nn.Module, *, now: bool) -> None:
+        """Whether scattered gradients are summed over the nodes at once, or kept until they are."""
+        if self._across.size > 1:
+            assert isinstance(stage, FSDPModule)
+            stage.set_requires_all_reduce(now)
 
     @torch.no_grad()
     def _sum(self, bucket: ShardedParam) -> None:
@@ -161,7 +189,8 @@ class FullySharded(GridNorm):
     @torch.no_grad()
     def norm_power(self, p: float = 2.0) -> Tensor:
         """As `DataParallel.norm_power`: this rank's part of sum |g|^p over the grid, fp64, 0-dim."""
-        parts = [bucket.grads_in(*bucket.owned) for bucket in self.buckets if bucket.slot.counted]
+        counted = [bucket for bucket in self.buckets if bucket.slot.counted and self._across.coord == 0]
+        parts = [bucket.grads_in(*bucket.owned) for bucket in counted]
         return norm_power_of([part for part in parts if part.numel()], p, self.mesh.device)
 
     def shards(self) -> Iterator[Shard]:
@@ -169,13 +198,14 @@ class FullySharded(GridNorm):
         for bucket in self.buckets:
             if bucket.shard.numel == 0:
                 continue
-            ranks = bucket.slot.placement.replica_ranks
+            ranks, node = bucket.slot.placement.replica_ranks, self._across
+            index, count = (ranks.index(self.mesh.rank), len(ranks)) if ranks else (0, 1)
             yield Shard(
                 name=bucket.slot.name,
                 stage=bucket.slot.stages[0],
                 placement=bucket.shard,
                 flat=(0, bucket.shard.numel),
-                replica=(ranks.index(self.mesh.rank), len(ranks)) if ranks else (0, 1),
+                replica=(node.coord * count + index, node.size * count),
                 primary=not bucket.slot.tied or bucket.slot.counted,
                 bucket=bucket,
                 start=0,
@@ -183,19 +213,37 @@ class FullySharded(GridNorm):
             )
 
 
-def _wrap(stage: nn.Module, mesh: Mesh, units: Units, *, reshard: bool) -> None:
+def _torch_mesh(mesh: Mesh, inside: Axis, across: Axis) -> DeviceMesh:
+    """What FSDP2 shards over: dp, or (replicated over nodes, sharded in a node)."""
+    assert mesh.device_mesh is not None
+    if across.group is None or inside.group is None:
+        return mesh.device_mesh["dp"]
+    nodes = torch.tensor(mesh.axis("dp").ranks).view(across.size, inside.size)
+    names = (across.name, inside.name)
+    return DeviceMesh.from_group([across.group, inside.group], mesh.device.type, nodes, mesh_dim_names=names)
+
+
+def _wrap(
+    stage: nn.Module,
+    torch_mesh: DeviceMesh,
+    size: int,
+    units: Units,
+    wire_dtype: torch.dtype | None,
+    *,
+    reshard: bool,
+) -> None:
     """Shards the units and then the rest of a stage. The loss is divided by the caller: sums stay sums."""
     narrow = {p.dtype for p in stage.parameters() if main_dtype(p.dtype) != p.dtype}
     if len(narrow) > 1:
         raise ValueError(
             f"zero=3: a stage has parameters in {sorted(map(str, narrow))}; one 16-bit dtype is possible"
         )
-    policy = MixedPrecisionPolicy(next(iter(narrow), None), torch.float32 if narrow else None, None, False)
+    wire_dtype = wire_dtype or (torch.float32 if narrow else None)
+    policy = MixedPrecisionPolicy(next(iter(narrow), None), wire_dtype, None, False)
     stage.to(torch.float32) if narrow else None
-    assert mesh.device_mesh is not None
     shared: dict[str, Any] = dict(
-        mesh=mesh.device_mesh["dp"], mp_policy=policy, reshard_after_forward=reshard,
-        shard_placement_fn=lambda param: ShardOf(_dim(param, mesh.axis("dp").size)),
+        mesh=torch_mesh, mp_policy=policy, reshard_after_forward=reshard,
+        shard_placement_fn=lambda param: ShardOf(_dim(param, size)),
     )  # fmt: skip
     for module in (*units(stage), stage):
         fully_shard(module, **shared)
@@ -211,14 +259,14 @@ def _dim(param: Tensor, size: int) -> int:
 
 
 def _sharded(
-    slot: Slot, param: nn.Parameter, dtype: torch.dtype, mesh: Mesh, tied_ranks: tuple[int, ...]
+    slot: Slot, param: nn.Parameter, dtype: torch.dtype, mesh: Mesh, inside: Axis, tied_ranks: tuple[int, ...]
 ) -> ShardedParam:
-    """`dtype`: the model's."""
+    """`dtype`: the model's; `inside`: what the parameter is sharded over."""
     placement = slot.placement
     data: Any = param.data
     assert isinstance(data, DTensor)
-    dim = data.placements[0].dim  # type: ignore[attr-defined]
-    chunk, coord = -(-data.shape[dim] // mesh.axis("dp").size), mesh.axis("dp").coord
+    dim = data.placements[-1].dim  # type: ignore[attr-defined]
+    chunk, coord = -(-data.shape[dim] // inside.size), inside.coord
     start = min(coord * chunk, placement.shape[dim])
     stop = min(start + chunk, placement.shape[dim])  # rows that pad a vocabulary are no part of the box
     shard = replace(

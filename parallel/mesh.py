@@ -9,7 +9,7 @@ do nothing, so that nobody has to ask whether it exists.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -246,16 +246,11 @@ class Mesh:
     def across_nodes(self, axis: Axis) -> tuple[Axis, Axis] | None:
         """Returns (axis inside this node, axis across nodes) of an axis that has as many ranks, above 1, on each of
         several nodes; else None. Its members create the groups together."""
-        nodes: dict[int, list[int]] = {}
-        for rank in axis.ranks:
-            nodes.setdefault(rank // (self.node_size or self.world_size), []).append(rank)
-        if len(nodes) == 1 or {len(ranks) for ranks in nodes.values()} != {len(axis.ranks) // len(nodes)}:
+        nodes = on_nodes(axis.ranks, self.node_size or self.world_size)
+        if nodes is None:
             return None
-        mine = next(ranks for ranks in nodes.values() if self.rank in ranks)
-        if len(mine) == 1:
-            return None
-        inside = self.line(f"{axis.name}_in_node", tuple(mine))
-        return inside, self.line(f"{axis.name}_across_nodes", tuple(r[inside.coord] for r in nodes.values()))
+        inside = self.line(f"{axis.name}_in_node", next(ranks for ranks in nodes if self.rank in ranks))
+        return inside, self.line(f"{axis.name}_across_nodes", tuple(ranks[inside.coord] for ranks in nodes))
 
     def group(self, *names: str) -> ProcessGroup | None:
         """Returns the process group along the axes `names`; None when it would hold one rank."""
@@ -290,6 +285,15 @@ class Mesh:
         most = max(int(store.get(f"plait/mesh/{ranks}/{rank}/{generation}")) for rank in ranks)
         for _ in range(most - made):
             dist.new_group([self.rank], backend="gloo", use_local_synchronization=True)
+
+
+def on_nodes(ranks: Sequence[int], node_size: int) -> list[tuple[int, ...]] | None:
+    """Returns the ranks by node where several nodes have as many of them, above 1, each; else None."""
+    nodes: dict[int, list[int]] = {}
+    for rank in ranks:
+        nodes.setdefault(rank // node_size, []).append(rank)
+    sizes = {len(some) for some in nodes.values()}
+    return [tuple(some) for some in nodes.values()] if len(nodes) > 1 and len(sizes) == 1 and sizes != {1} else None
 
 
 def pick_device(device_type: str | None, backend: str) -> torch.device:

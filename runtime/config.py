@@ -22,6 +22,8 @@ RECOMPUTE = ("none", "full", "selective")
 DTYPES = ("float32", "bfloat16", "float64")
 WIRE_DTYPES = ("float32", "bfloat16")
 SAVE = ("steps", "auto")
+MEASURED = "measured"  # the size of buckets that the links of this start ask for
+MOST_BUCKET_MIB = 4096
 SEARCH = "search"  # the schedule that is cheapest for the model by the planner's costs
 
 # What a preset sets beside the model of the same name. `tiny` is sized for 8 ranks on 2 cores in one to two
@@ -57,6 +59,7 @@ class RunConfig:
     zero: int = 1
     wire_dtype: str | None = None  # None: as accumulated, float32 (float64 for float64)
     node_size: int | None = None  # ranks of a node; None: as the launcher says
+    bucket_mib: str | None = None  # MiB of gradients a message, or "measured"; None: 16
     sequence_parallel: bool = False
     seed: int = 0
     dtype: str = "float32"
@@ -92,7 +95,11 @@ HELP = {
     "wire_dtype": f"what gradients travel over dp in: {', '.join(WIRE_DTYPES)} (half the bytes, rounded once on the "
     "way and once as a sum); default: as they are accumulated",
     "node_size": "ranks of a node or of an island of fast links: sums over dp go node by node (default: the ranks "
-    "that were started on this machine)",
+    "that were started on this machine); with --zero 3 weights are sharded in a node and replicated over nodes, by "
+    "default over all of dp",
+    "bucket_mib": "MiB of gradients that are summed over dp as one message, or measured: where its fixed cost is "
+    "a twentieth of its time on the links of this start, which says the number (default: 16; another one changes "
+    "the last bits of the norm)",
     "sequence_parallel": "split norms and dropout over tp along the sequence",
     "seed": "root seed of weights, data order and dropout",
     "dtype": f"dtype of weights and activations: {', '.join(DTYPES)}",
@@ -191,7 +198,7 @@ def _typed(name: str, value: Any, where: str) -> Any:
         return Path(value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if name == "resume" and isinstance(value, int) and not isinstance(value, bool):
+    if name in ("resume", "bucket_mib") and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ConfigError(f"{where} is {value!r}; it takes {_SAID[kind]}")
@@ -266,6 +273,9 @@ def _check(config: RunConfig) -> None:
         raise ConfigError(f"--seed is {config.seed}; it must be in [0, 2**63)")
     if config.resume not in ("latest", "none") and not is_step(config.resume):
         raise ConfigError(f"--resume {config.resume!r}; it takes latest, none or a step")
+    said = config.bucket_mib
+    if said not in (None, MEASURED, *map(str, range(1, MOST_BUCKET_MIB + 1))):
+        raise ConfigError(f"--bucket-mib {said!r}; it takes 1 to {MOST_BUCKET_MIB}, or {MEASURED}")
     _check_paths(config)
     if config.data is not None and not config.data.is_file():
         raise ConfigError(f"--data: no file {str(config.data)!r}")

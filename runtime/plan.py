@@ -25,7 +25,7 @@ from plait.model import LlamaStage, plan_stages
 from plait.model_config import ModelConfig, model_config
 from plait.parallel.data import check_zero3
 from plait.parallel.gradients import inseparable
-from plait.parallel.mesh import Axis, check_grid, parse_mesh
+from plait.parallel.mesh import Axis, GridShape, check_grid, parse_mesh
 from plait.parallel.schedules import ANY_CHUNKS, Part, Schedule, build, from_csv, layer_costs, search
 
 MOST_MICROBATCHES = 1 << 16  # of a rank in a step: the schedule is built and proved action by action, 1 us each
@@ -77,10 +77,10 @@ def make_plan(config: RunConfig) -> RunPlan:
     with _flags(config, "mesh", "schedule"):
         schedule = make_schedule(config, pp, num_microbatches, tied=model.tied)
         schedule.check()
-    if config.zero == 3:
-        with _flags(config, "zero"):
-            check_zero3(sizes, schedule)
     _check_wire(config, math.prod(sizes.values()))
+    if config.zero == 3:
+        with _flags(config, "zero", *(["node_size"] if config.node_size else [])):
+            check_zero3(GridShape.of(sizes), schedule, node_size=config.node_size)
     stages, chunked = schedule.num_stages, config.schedule in ANY_CHUNKS
     beside = (*(["chunks"] if chunked else []), *(["seq"] if config.sequence_parallel else []))
     with _flags(config, "mesh", *beside):
@@ -124,15 +124,13 @@ def _sizes(config: RunConfig) -> dict[str, int]:
 
 
 def _check_wire(config: RunConfig, world_size: int) -> None:
-    """How gradients travel: refuses what --zero 3 would not heed, digits that a run keeps and a message has not, and
-    nodes that do not make up the grid."""
-    for name, why in (
-        ("wire_dtype", "FSDP2 sums gradients in the dtype of its shards"),
-        ("node_size", "FSDP2 sums over dp at once, not node by node"),
-    ):
-        value = getattr(config, name)
-        if config.zero == 3 and value is not None:
-            raise ConfigError(f"{flag_of(name)} {value}, --zero 3: {why}; use --zero 2, or leave it out")
+    """How gradients travel: refuses digits that a run keeps and a message has not, nodes that do not make up the
+    grid, and buckets where there are none."""
+    if config.zero == 3 and config.bucket_mib is not None:
+        raise ConfigError(
+            f"--bucket-mib {config.bucket_mib}, --zero 3: FSDP2 sums the gradients of each layer as one message; use "
+            "--zero 2, or leave it out"
+        )
     if config.wire_dtype is not None and config.dtype == "float64":
         raise ConfigError(
             f"--wire-dtype {config.wire_dtype}, --dtype float64: the digits of a float64 run would be lost on the "

@@ -18,7 +18,7 @@ import torch
 
 from plait.ckpt import Handle, Snapshots, Trigger
 from plait.ckpt.folders import step_folders
-from plait.config import split_source
+from plait.config import MEASURED, split_source
 from plait.data import Batches, held_out_batches
 from plait.metrics import StepRecord
 from plait.model import LlamaStage, build_stages
@@ -30,6 +30,7 @@ from plait.parallel.pipeline import Pipeline
 from plait.parallel.recompute import Policy
 from plait.parallel.schedules.action import COMPUTE
 from plait.parallel.timelines import gather_timeline
+from plait.parallel.wire import measured_bucket_bytes
 from plait.plan import EVAL_BATCHES, RunPlan
 from plait.rank import Diverged, Rank
 from plait.report import Reporter
@@ -42,6 +43,7 @@ MAX_NORM = 1.0  # gradients are clipped to this global norm (GPT-3, Llama)
 BETAS = (0.9, 0.95)  # GPT-3, Llama
 WEIGHT_DECAY = 0.1  # GPT-3, Llama; matrices only
 EPS = 1e-8
+BUCKET_MIB = 16
 SAVE_NOW = "save-now"  # touched in --out: a snapshot after the step under way
 
 
@@ -120,6 +122,9 @@ class Trainer:
         )
         collectives.barrier(self.everyone)  # rank 0 has the lock, and has removed what dead starts left
         self.reporter = Reporter(plan, rank, mesh.device) if mesh.rank == 0 else None
+        if self.reporter and config.bucket_mib == MEASURED and isinstance(self.dp, DataParallel):
+            size = self.dp.bucket_bytes >> 20
+            self.reporter.note(f"buckets of {size} MiB, as measured; --bucket-mib {size} keeps them")
 
     def _agree_on_session(self) -> int:
         """A number that no other start of this run has, rank 0's on all ranks."""
@@ -301,13 +306,18 @@ class Trainer:
 
 def _data_parallel(plan: RunPlan, mesh: Mesh, stages: Mapping[int, LlamaStage]) -> DataParallel | FullySharded:
     """What sums gradients over dp, and shards what --zero says."""
-    tied = _tied(plan, mesh, stages)
-    if plan.config.zero == 3:
+    tied, config = _tied(plan, mesh, stages), plan.config
+    wire_dtype = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}[config.wire_dtype]
+    if config.zero == 3:
         from plait.parallel.fully_sharded import FullySharded  # FSDP2 takes a while to import
 
-        return FullySharded(stages, mesh, plan.schedule, **tied)
-    wire_dtype = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}[plan.config.wire_dtype]
-    return DataParallel(stages, mesh, zero=plan.config.zero, wire_dtype=wire_dtype, **tied)
+        in_node = config.node_size is not None  # asked for, since it takes memory
+        return FullySharded(stages, mesh, plan.schedule, in_node=in_node, wire_dtype=wire_dtype, **tied)
+    if config.bucket_mib == MEASURED:
+        size = measured_bucket_bytes(mesh.axis("dp"), mesh.device)
+    else:
+        size = int(config.bucket_mib or BUCKET_MIB) << 20
+    return DataParallel(stages, mesh, zero=config.zero, bucket_bytes=size, wire_dtype=wire_dtype, **tied)
 
 
 def _tied(plan: RunPlan, mesh: Mesh, stages: Mapping[int, LlamaStage]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from plait.parallel import sharded_grads, wire
 from plait.parallel.buckets import ALIGN, fill, overlap, round_up
 from plait.parallel.data import DataParallel, ShardedAdamW, clip_factor, decays
 from plait.parallel.gradients import accumulate, add_use
-from plait.parallel.mesh import Mesh
+from plait.parallel.mesh import Axis, Mesh
 from plait.parallel.placement import Placement
 from tests.ranks import run_ranks
 
@@ -459,6 +459,19 @@ def body_measured(rank):
 def test_a_bucket_size_from_measured_bandwidth_is_one_on_all_ranks():
     first, second = run_ranks(2, body_measured)
     assert first == second and 1 << 20 <= first <= 256 << 20 and first.bit_count() == 1
+
+
+def test_a_bucket_is_as_large_as_makes_its_fixed_cost_the_share(monkeypatch):
+    """1 ms a message and 1 GB/s: at 19 MB the fixed cost is a twentieth, at 3 MB a quarter; powers of two."""
+    for fixed, per_byte, share, wanted in (
+        (1e-3, 1e-9, 0.05, 32 << 20),
+        (1e-3, 1e-9, 0.25, 4 << 20),
+        (1e-3, 1e-10, 0.05, 256 << 20),
+        (1e-9, 1e-9, 0.05, 1 << 20),
+    ):
+        monkeypatch.setattr(wire, "_seconds", lambda axis, device, n, a=fixed, b=per_byte: a + b * n)
+        monkeypatch.setattr(wire, "all_reduce", lambda tensor, axis, op: tensor)
+        assert wire.measured_bucket_bytes(Axis("dp", 2, 0, (0, 1)), share=share) == wanted
     with pytest.raises(ValueError, match="share=1.0"):
         wire.measured_bucket_bytes(Mesh.single().axis("dp"), share=1.0)
 

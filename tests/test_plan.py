@@ -40,10 +40,12 @@ BAD = (
     ("--mesh dp=1 --zero 3", "--zero 3: zero=3 shards over dp, which has one rank; use zero=0"),
     ("--mesh dp=2,pp=2 --zero 3 --schedule zb_h1", "--zero 3: zero=3 with schedule zb_h1: it splits backward"),
     (
-        "--mesh dp=2 --zero 3 --wire-dtype bfloat16",
-        "--wire-dtype bfloat16, --zero 3: FSDP2 sums gradients in the dtype of its shards; use --zero 2",
+        "--mesh dp=2,tp=2 --zero 3 --node-size 2",
+        "--zero 3, --node-size 2: zero=3 in nodes of 2 ranks needs several nodes with as many ranks of dp each, "
+        "2 or more; one dp group is ranks (0, 2)",
     ),
-    ("--mesh dp=4 --zero 3 --node-size 2", "--node-size 2, --zero 3: FSDP2 sums over dp at once, not node by node"),
+    ("--mesh dp=2 --zero 3 --bucket-mib 8", "--bucket-mib 8, --zero 3: FSDP2 sums the gradients of each layer"),
+    ("--mesh dp=2 --zero 3 --node-size 8", "--zero 3, --node-size 8: zero=3 in nodes of 8 ranks needs several nodes"),
     ("--dtype float64 --wire-dtype bfloat16", "--wire-dtype bfloat16, --dtype float64: the digits of a float64 run"),
     ("--mesh dp=4,tp=2 --node-size 3", "--node-size 3, --mesh dp=4,tp=2: the grid has 8 ranks, which nodes of 3 do"),
     ("--seq 100000000", "--seq 100000000: seq is 100000000; the training part of"),

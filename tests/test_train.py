@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -77,8 +78,13 @@ def test_four_steps_and_two_more_equal_six(tmp_path: Path, grid: str, capsys: py
 
 def test_a_snapshot_goes_to_another_zero_stage_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(f"--mesh dp=2,pp=2 --zero 3 --dtype bfloat16 --steps 2 --out {tmp_path / 'three'}")
-    run(f"--mesh dp=2 --zero 1 --dtype bfloat16 --steps 2 --from {tmp_path / 'three'} --out {tmp_path / 'one'}")
+    one = "--mesh dp=2 --zero 1 --dtype bfloat16 --bucket-mib measured"
+    out = run(f"{one} --steps 2 --from {tmp_path / 'three'} --out {tmp_path / 'one'}")
     run(f"--mesh dp=2 --zero 3 --dtype bfloat16 --steps 2 --from {tmp_path / 'one'} --out {tmp_path / 'back'}")
+    assert re.search(r"buckets of (\d+) MiB, as measured; --bucket-mib \1 keeps them", out), out
+    nodes = "--mesh dp=4 --zero 3 --node-size 2 --dtype bfloat16"
+    run(f"{nodes} --steps 2 --from {tmp_path / 'one'} --out {tmp_path / 'nodes'}")
+    assert_equal(tmp_path / "three", tmp_path / "nodes", capsys)
     assert_equal(tmp_path / "three", tmp_path / "one", capsys)
     assert_equal(tmp_path / "three", tmp_path / "back", capsys)
 
@@ -120,7 +126,7 @@ def test_the_loss_does_not_depend_on_the_grid(tmp_path: Path) -> None:
         run(f"--mesh {grid} --steps 5 --dropout 0.1 --out {tmp_path / str(index)}")
         losses.append(metrics(tmp_path / str(index))["loss"])
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-4)
-    (tmp_path / "wire.toml").write_text('wire-dtype = "bfloat16"\nnode-size = 2\nzero = 2\n')
+    (tmp_path / "wire.toml").write_text('wire-dtype = "bfloat16"\nnode-size = 2\nzero = 2\nbucket-mib = 1\n')
     run(f"--mesh dp=4 --steps 5 --dropout 0.1 --config {tmp_path / 'wire.toml'} --out {tmp_path / 'wire'}")
     narrow = metrics(tmp_path / "wire")["loss"]
     assert narrow == pytest.approx(losses[0], rel=1e-2) and abs(narrow - losses[0]) > 1e-6
