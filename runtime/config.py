@@ -273,9 +273,9 @@ def _check(config: RunConfig) -> None:
         raise ConfigError(f"--seed is {config.seed}; it must be in [0, 2**63)")
     if config.resume not in ("latest", "none") and not is_step(config.resume):
         raise ConfigError(f"--resume {config.resume!r}; it takes latest, none or a step")
-    said = config.bucket_mib
-    if said not in (None, MEASURED, *map(str, range(1, MOST_BUCKET_MIB + 1))):
-        raise ConfigError(f"--bucket-mib {said!r}; it takes 1 to {MOST_BUCKET_MIB}, or {MEASURED}")
+    bucket = config.bucket_mib
+    if bucket not in (None, MEASURED, *map(str, range(1, MOST_BUCKET_MIB + 1))):
+        raise ConfigError(f"--bucket-mib {bucket!r}; it takes 1 to {MOST_BUCKET_MIB}, or {MEASURED}")
     _check_paths(config)
     if config.data is not None and not config.data.is_file():
         raise ConfigError(f"--data: no file {str(config.data)!r}")
