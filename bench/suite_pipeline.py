@@ -1,10 +1,11 @@
 """The pipeline executor beside torch's: every schedule, on stages that sleep, that do nothing, and of a real model.
 
-Sleeping: the plan is `schedule.simulate()` with those sleeps as costs and free messages; step / plan says what the
-executor, the messages and the machine's timer add. Sleeping ranks need no core of their own, so that this works on
-two. Host time is the CPU time of a rank's own thread outside of its stages' own forward, I and W, over all its
-actions: what an executor takes to run an action. A real model's stages are not told apart from what runs them.
-Results are checked before and after timing.
+Sleeping: the plan is `schedule.simulate()` with those sleeps as costs and free messages. A stage takes as long as the
+plan says (pipeline_stages.py), so that step / plan says what the executor, the messages and waiting for a core add.
+Sleeping ranks need no core of their own, so that this works on two. Host time is the CPU time of a rank's own thread
+outside of its stages' own F (with its record for autograd), I and W, over all its actions: what an executor takes to
+run an action. A real model's stages are not told apart from what runs them. Both executors run the same stages;
+results are checked before and after timing.
 """
 
 from __future__ import annotations
@@ -268,7 +269,7 @@ class Account:
         stages = self.executor.stages
         if isinstance(stages, dict):  # a real model
             return 0.0, 0.0
-        return sum(stage.busy_s for stage in stages), sum(stage.own.cpu_s for stage in stages)
+        return sum(stage.own.busy_s for stage in stages), sum(stage.own.cpu_s for stage in stages)
 
     def total(self, key: str, rounds: int) -> float:
         """Over the counted rounds, the last ones."""

@@ -332,7 +332,43 @@ def test_a_wrong_gradient_of_any_stage_is_seen(spoil):
     executor = FakeExecutor(spoil)
     fine = pipeline_stages.error_of(executor, executor.x, 3) <= suite_pipeline.TOLERANCE
     assert fine == (spoil == 1.0)
-    assert all(stage.busy_s > 0 and stage.own.cpu_s > 0 for stage in executor.stages)
+    assert all(stage.own.busy_s > 0 and stage.own.cpu_s > 0 for stage in executor.stages)
+
+
+class LateClock:
+    """Time in which a look takes 1 us, and each sleep ends `late_s` after it should."""
+
+    def __init__(self, late_s: float) -> None:
+        self.now_s, self.late_s, self.slept = 0.0, late_s, []
+
+    def perf_counter(self) -> float:
+        self.now_s += 1e-6
+        return self.now_s
+
+    thread_time = perf_counter
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now_s += seconds + self.late_s
+
+
+@pytest.mark.parametrize(
+    "late_s, work_s, lasts_s, asleep",
+    [
+        (0.0, 0.0, 40e-3, 1), (2e-4, 5e-3, 40e-3, 1),  # to the microsecond, whatever sleep and arithmetic take
+        (3e-3, 0.0, 42.75e-3, 1),  # a core that came 3 ms late is not hidden
+        (0.0, 39.9e-3, 40e-3, 0), (0.0, 50e-3, 50e-3, 0),
+    ],
+)  # fmt: skip
+def test_a_sleep_that_ends_late_does_not_lengthen_a_stage(late_s, work_s, lasts_s, asleep, monkeypatch):
+    clock = LateClock(late_s)
+    monkeypatch.setattr(pipeline_stages, "time", clock)
+    own = pipeline_stages.OwnTime()
+    for count in (1, 2):
+        with own.lasting(40e-3):
+            clock.now_s += work_s
+        assert own.busy_s == pytest.approx(count * lasts_s, abs=count * 1e-5)
+    assert len(clock.slept) == 2 * asleep and own.cpu_s == pytest.approx(own.busy_s, abs=2e-5)
 
 
 def test_peers_names_of_fused_weights_are_ours():
