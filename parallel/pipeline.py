@@ -45,6 +45,7 @@ class GradientReducer(Protocol):
 
 # One entry of the plan: the method, its argument, and the action for the timeline (None: not computing).
 _Entry = tuple[Callable[[int], None], int, Action | None]
+_POSTING = ("receive_forward", "receive_backward")  # methods
 
 
 class Pipeline:
@@ -93,11 +94,14 @@ class Pipeline:
         self._runners = {s: StageRunner(s, schedule.num_stages, stages[s], self._state, self._p2p) for s in mine}
         self._wire(channels)
         self.inseparable = {index: inseparable(stages[index]) for index in mine}
-        self._plan = self._make_plan(self._lane)
-        forward_only = [a for a in self._lane if a.op in (Op.SEND_F, Op.RECV_F)]
-        kept = set(forward_only)
-        lane = [s for s in singles(self._lane) if s.op is Op.F or s in kept]
-        self._forward_plan = self._make_plan(lane)
+        messages = {a for a in self._lane if a.op in (Op.SEND_F, Op.RECV_F)}
+        forward_only = [s for s in singles(self._lane) if s.op is Op.F or s in messages]
+        plans = {True: self._make_plan(self._lane), False: self._make_plan(forward_only)}
+        self._plans = {  # by training, and whether anything is to be posted
+            (training, posts): [entry for entry in plan if posts or entry[0].__name__ not in _POSTING]
+            for training, plan in plans.items()
+            for posts in (True, False)
+        }
         self._results = Results(mesh, is_last=schedule.num_stages - 1 in stages)
         self._events: list[tuple[Action, float, float, float]] = []
         self._broken = ""
@@ -229,7 +233,7 @@ class Pipeline:
         self._running = "the start of the step"
         try:
             with torch.set_grad_enabled(training):
-                self._run(self._plan if training else self._forward_plan)
+                self._run(training)
             self._running = "the means of the step"
             return self._results.collect(state.results, divisor, metrics)
         except BaseException as error:
@@ -240,16 +244,15 @@ class Pipeline:
         finally:
             state.microbatches = []
 
-    def _run(self, plan: list[_Entry]) -> None:
-        """Opens the step, calls the plan in order, and waits for what is still under way."""
+    def _run(self, training: bool) -> None:
+        """Opens the step, calls its plan in order, and waits for what is still under way."""
         clock, state, events = time.perf_counter, self._state, []
         if self._p2p is not None:
             self._p2p.begin(state.listed)
         for runner in self._runners.values():
             runner.begin()
-        if all(runner.posts_nothing for runner in self._runners.values()):
-            plan = [entry for entry in plan if entry[0].__name__ not in ("receive_forward", "receive_backward")]
-        for call, argument, action in plan:
+        posts = not all(runner.posts_nothing for runner in self._runners.values())
+        for call, argument, action in self._plans[training, posts]:
             if action is None:
                 call(argument)
                 continue

@@ -55,6 +55,9 @@ class Results:
         self, results: Sequence[tuple[Tensor, Any, Mapping[str, Any]]], divisor: float | None, metrics: str
     ) -> StepResult:
         """Sums over micro-batches, and over the mesh for metrics="mean"; divisor=None divides by the count."""
+        if not results and (metrics == "local" or self._axis.size == 1):
+            loss, count = (torch.zeros((), dtype=torch.float64, device=self.device) for _ in range(2))
+            return StepResult(loss, count, {})
         names = sorted(results[0][2]) if results else []
         sums = [self._sum([r[0] for r in results]), self._sum([r[1] for r in results])]
         sums += [self._sum([r[2][name] for r in results]) for name in names]

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.parallel.gradients import GradSink
 from plait.parallel.p2p import P2P
 from plait.parallel.recompute import recompute_early
 from plait.parallel.results import StepState
@@ -33,7 +32,6 @@ class StageRunner(StageMessages):
     def __init__(self, index: int, num_stages: int, module: nn.Module, state: StepState, p2p: P2P | None) -> None:
         super().__init__(index, num_stages, module, state, p2p)
         self.idle_before: frozenset[int] = frozenset()  # micro-batches whose gradient the plan lets the rank wait for
-        self.sink = GradSink()
         self._foreign: list[nn.Parameter] = []  # parameters whose gradient autograd itself accumulates
         for layer in module.modules():
             if hasattr(layer, "weight_grads"):
@@ -117,23 +115,22 @@ class StageRunner(StageMessages):
     def backward(self, microbatch: int) -> None:
         """B: gradients of the input and of the weights."""
         self._backward(microbatch, deferring=False)
-        self._give_back(microbatch)
+        self._free(microbatch)
 
     def backward_input(self, microbatch: int) -> None:
         """I: gradients of the input; layers that can split queue their weights' for W, others do all now."""
         self._backward(microbatch, deferring=True)
-        if not self.sink.holds(microbatch):
-            self._give_back(microbatch)
-            return
-        self.state.deferred += 1
-        self.state.peak_deferred = max(self.state.peak_deferred, self.state.deferred)
+        if self.sink.holds(microbatch):
+            self.state.deferred += 1
+            self.state.peak_deferred = max(self.state.peak_deferred, self.state.deferred)
+        self._free(microbatch)
 
     def backward_weight(self, microbatch: int) -> None:
         """W: the queued weight gradients of one micro-batch."""
         if self.sink.holds(microbatch):
             self.sink.run(microbatch)
             self.state.deferred -= 1
-            self._give_back(microbatch)
+            self._free(microbatch)
 
     def _backward(self, microbatch: int, *, deferring: bool) -> None:
         """Runs autograd from the outputs' gradients and passes the inputs' on. The graph is gone when it returns."""
@@ -151,13 +148,12 @@ class StageRunner(StageMessages):
         grads = []
         for value, spec in zip(x, self.specs[microbatch], strict=True):
             if spec.needs_grad:
-                grads.append(torch.zeros_like(value) if value.grad is None else value.grad)
-        if microbatch in self._lent:
-            grads = self._apart(grads)
-        if self.previous is not None:
-            self.previous._grads[microbatch] = grads
-        else:
+                grad = value.grad
+                grads.append(torch.zeros_like(value) if grad is None else grad)
+        if self.previous is None:
             self._outgoing_grads[microbatch] = grads
+        else:
+            self.previous._grads[microbatch] = self._apart(grads) if microbatch in self._lent else grads
 
     def _own_fresh(self) -> None:
         """Copies parameters' new gradients that lie in memory of p2p's: autograd passes some through unchanged.

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.parallel.gradients import GradSink
 from plait.parallel.headers import PLAIN_DTYPES, Channel, Specs, TensorSpec, fits, grad_specs, specs_of
 from plait.parallel.p2p import P2P, Receipt, Sent
 from plait.parallel.results import StepState
@@ -45,6 +46,7 @@ class StageMessages:
         self._quick_wanted: Sequence[bool] = ()  # for each output, with `_take_grad_way`: whether a gradient comes
         self.first_forward = self.first_backward = 0  # micro-batches that open the channels
         self._static: Specs | None = None  # what every micro-batch takes; None: not known, or a listed step
+        self.sink = GradSink()
         self.specs: Sequence[Specs] = ()  # what the stage takes, by micro-batch
         self._grad_specs: Sequence[Specs] = ()  # of the gradients it sends back, by micro-batch
         self._out_specs: Specs = ()  # of its last outputs
@@ -147,6 +149,14 @@ class StageMessages:
         tensors: list[Tensor] = message.tensors
         return tensors
 
+    def _free(self, microbatch: int) -> None:
+        """Gives back what backward needed of messages, when weight gradients and those to send need it no more.
+
+        The last of them does: a gradient may be the very message, and leaves before its memory is seen to.
+        """
+        if not self.sink.holds(microbatch) and microbatch not in self._outgoing_grads:
+            self._give_back(microbatch)
+
     def _give_back(self, microbatch: int) -> None:
         """Returns the memory of messages to a micro-batch that is through with this stage."""
         for message in self._lent.pop(microbatch, ()):
@@ -204,7 +214,9 @@ class StageMessages:
         way = self._give_grad_way
         if way is None or not way.send(microbatch, grads):
             assert self.p2p is not None and self.give_grad is not None
+            grads = self._apart(grads) if microbatch in self._lent else grads
             self._sent_grads.append(self.p2p.send(self.give_grad, microbatch, grads, self._grad_specs[microbatch]))
+        self._free(microbatch)
 
     def _describe(self, outputs: tuple[Any, ...], microbatch: int) -> None:
         """Sets the specs of what is sent; they may change within a step only if it is a listed one."""
