@@ -339,7 +339,7 @@ class LateClock:
     """Time in which a look takes 1 us, and each sleep ends `late_s` after it should."""
 
     def __init__(self, late_s: float) -> None:
-        self.now_s, self.late_s, self.slept = 0.0, late_s, []
+        self.now_s, self.late_s = 0.0, late_s
 
     def perf_counter(self) -> float:
         self.now_s += 1e-6
@@ -348,27 +348,28 @@ class LateClock:
     thread_time = perf_counter
 
     def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
+        assert seconds > 0
         self.now_s += seconds + self.late_s
 
 
 @pytest.mark.parametrize(
-    "late_s, work_s, lasts_s, asleep",
+    "asked_s, late_s, work_s, lasts_s",
     [
-        (0.0, 0.0, 40e-3, 1), (2e-4, 5e-3, 40e-3, 1),  # to the microsecond, whatever sleep and arithmetic take
-        (3e-3, 0.0, 42.75e-3, 1),  # a core that came 3 ms late is not hidden
-        (0.0, 39.9e-3, 40e-3, 0), (0.0, 50e-3, 50e-3, 0),
+        (40e-3, 0.0, 0.0, 40e-3), (40e-3, 2e-4, 1e-3, 40e-3),  # whatever its sleeps and its arithmetic take
+        (40e-3, 3e-3, 0.0, 41e-3),  # but 3 ms without a core are not hidden: 38 + 3
+        (40e-3, 0.0, 5e-3, 43e-3), (1e-3, 2e-4, 2e-4, 1e-3), (1e-4, 1.0, 5e-5, 1e-4), (1e-4, 1.0, 5e-4, 5e-4),
+        (0.0, 1.0, 5e-3, 0.0),  # no sleeping stage: not counted
     ],
 )  # fmt: skip
-def test_a_sleep_that_ends_late_does_not_lengthen_a_stage(late_s, work_s, lasts_s, asleep, monkeypatch):
+def test_a_sleep_that_ends_late_does_not_lengthen_a_stage(asked_s, late_s, work_s, lasts_s, monkeypatch):
     clock = LateClock(late_s)
     monkeypatch.setattr(pipeline_stages, "time", clock)
     own = pipeline_stages.OwnTime()
     for count in (1, 2):
-        with own.lasting(40e-3):
+        with own.lasting(asked_s):
             clock.now_s += work_s
         assert own.busy_s == pytest.approx(count * lasts_s, abs=count * 1e-5)
-    assert len(clock.slept) == 2 * asleep and own.cpu_s == pytest.approx(own.busy_s, abs=2e-5)
+    assert own.cpu_s == pytest.approx(2 * max(lasts_s, work_s), abs=2e-5)
 
 
 def test_peers_names_of_fused_weights_are_ours():
