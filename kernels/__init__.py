@@ -13,12 +13,8 @@ from plait.kernels.entropy import cross_entropy, cross_entropy_ref, merge_stats,
 from plait.kernels.flash import attention
 from plait.kernels.gated import geglu, geglu_ref, swiglu, swiglu_ref
 from plait.kernels.layernorm import layer_norm, layer_norm_ref
-from plait.kernels.loss import (
-    linear_cross_entropy,
-    linear_cross_entropy_grad,
-    linear_cross_entropy_ref,
-    linear_cross_entropy_stats,
-)
+from plait.kernels.loss import linear_cross_entropy, linear_cross_entropy_ref
+from plait.kernels.loss_ops import linear_cross_entropy_grad, linear_cross_entropy_stats
 from plait.kernels.matmul import (
     linear,
     linear_dgrad,

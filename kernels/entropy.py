@@ -16,13 +16,13 @@ import torch
 
 from plait.kernels.dropout_op import check_offsets
 from plait.kernels.launch import check, check_device, check_floating, compute_dtype, use_triton
-from plait.kernels.loss_triton import add_launch, grad_launch, reduced_grad_launch, token_loss_launch
+from plait.kernels.loss_triton import add_launch, grad_launch, token_loss_launch
 from plait.kernels.plans import Built, Site, planned
 from plait.kernels.registration import below_autograd, once_differentiable, register
 
 AllReduce = Callable[[torch.Tensor, str], torch.Tensor]
-_REDUCTIONS = ("none", "sum", "mean")  # by code; all but the first are done by the kernel
-_MEAN = 2
+REDUCTIONS = ("none", "sum", "mean")  # by code; all but the first are done by the kernel
+MEAN = 2
 
 
 def cross_entropy_ref(
@@ -141,6 +141,27 @@ def token_loss(
     return torch.where(counts, loss, 0.0)
 
 
+def plain_losses(
+    merged: tuple[torch.Tensor, ...], target: torch.Tensor, ignore_index: int, num_classes: int,
+    label_smoothing: float, z_loss: float, code: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The results of `build_losses` (an empty divisor for None) from those of `merge_stats`."""
+    lse, hit, total = merged
+    counts = target != ignore_index
+    loss = token_loss(
+        lse, hit, total, counts, num_classes=num_classes, label_smoothing=label_smoothing, z_loss=z_loss
+    )  # fmt: skip
+    if not code:
+        return loss, lse, lse.new_empty(0)
+    divisor = divisor_of(counts, lse.dtype, code)
+    return loss.sum() / divisor, lse, divisor
+
+
+def divisor_of(counts: torch.Tensor, dtype: torch.dtype, code: int) -> torch.Tensor:
+    """What the sum of the losses is divided by, 0-dim: at least 1."""
+    return counts.sum().clamp(min=1).to(dtype) if code == MEAN else torch.ones((), dtype=dtype, device=counts.device)
+
+
 def check_options(
     op: str,
     target: torch.Tensor,
@@ -160,7 +181,7 @@ def check_options(
             weights.shape == target.shape,
             lambda: f"{op}: weight_per_token {tuple(weights.shape)} must have target's shape {tuple(target.shape)}",
         )
-    check(reduction in _REDUCTIONS, lambda: f"{op}: reduction {reduction!r}; expected one of {_REDUCTIONS}")
+    check(reduction in REDUCTIONS, lambda: f"{op}: reduction {reduction!r}; expected one of {REDUCTIONS}")
     check(0.0 <= label_smoothing <= 1.0, lambda: f"{op}: label_smoothing is {label_smoothing}; expected 0 to 1")
     if not 0.0 <= z_loss < math.inf:
         raise ValueError(f"{op}: z_loss is {z_loss}; expected a finite number >= 0")
@@ -181,19 +202,21 @@ def check_targets(op: str, target: torch.Tensor, num_classes: int, ignore_index:
         raise ValueError(f"{op}: target {value} at token {place} is not a class; expected 0 to {num_classes - 1}")
 
 
-def _build(
-    site: Site, logits: torch.Tensor, target: torch.Tensor, ignore_index: int, label_smoothing: float, z_loss: float,
-    softcap: float, code: int,
+def build_losses(
+    site: Site, logits: torch.Tensor, target: torch.Tensor, lse: torch.Tensor | None, loss: torch.Tensor | None,
+    ignore_index: int, vocab_start: int, num_classes: int, label_smoothing: float, z_loss: float, softcap: float,
+    code: int,
 ) -> Built:  # fmt: skip
-    """Results (loss [N] or its reduction, lse [N], divisor or None)."""
+    """Results (loss [N] or its reduction, lse [N], divisor or None), the first two into `loss` and `lse` if given."""
     num_rows, dtype = logits.shape[0], compute_dtype(logits.dtype)
-    loss, lse = site.empty((num_rows,), dtype), site.empty((num_rows,), dtype)
-    terms = (ignore_index, label_smoothing, z_loss, softcap)
+    lse = site.empty((num_rows,), dtype) if lse is None else lse
+    loss = site.empty((num_rows,), dtype) if loss is None else loss
+    terms = (ignore_index, vocab_start, num_classes, label_smoothing, z_loss, softcap)
     launches = [token_loss_launch(logits, target, *terms, lse, loss)] if num_rows else []
     if not code:
         return Built((loss, lse, None), launches)
     value, divisor = site.empty((), dtype), site.empty((), dtype)
-    launches.append(add_launch(loss, target, ignore_index, code == _MEAN, value, divisor))
+    launches.append(add_launch(loss, target, ignore_index, code == MEAN, value, divisor))
     return Built((value, lse, divisor), launches)
 
 
@@ -201,32 +224,24 @@ def _build_grad(
     site: Site, logits: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, divisor: torch.Tensor | None,
     dloss: torch.Tensor, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float,
 ) -> Built:  # fmt: skip
-    out, terms = site.empty(logits.shape, logits.dtype), (label_smoothing, z_loss, softcap)
+    out, terms = site.empty(logits.shape, logits.dtype), (0, logits.shape[1], label_smoothing, z_loss, softcap)
     if not logits.shape[0]:
         return Built((out,))
-    if divisor is None:
-        return Built((out,), [grad_launch(logits, target, lse, dloss, 0, logits.shape[1], *terms, out)])
-    return Built((out,), [reduced_grad_launch(logits, target, lse, dloss, divisor, ignore_index, *terms, out)])
+    return Built((out,), [grad_launch(logits, target, lse, dloss, *terms, out, divisor, ignore_index)])
 
 
 def _kernel(
     logits: torch.Tensor, target: torch.Tensor, ignore_index: int, label_smoothing: float, z_loss: float,
     softcap: float, code: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(loss [N], or reduced as _REDUCTIONS[code] says; lse [N]; what the sum was divided by, empty for "none")."""
+    """(loss [N], or reduced as REDUCTIONS[code] says; lse [N]; what the sum was divided by, empty for "none")."""
     if use_triton(logits):
-        options = (ignore_index, label_smoothing, z_loss, softcap, code)
-        value, lse, divisor = planned(_build, (logits, target), *options)
+        options = (ignore_index, 0, logits.shape[1], label_smoothing, z_loss, softcap, code)
+        value, lse, divisor = planned(build_losses, (logits, target, None, None), *options)
         return value, lse, lse.new_empty(0) if divisor is None else divisor
     wide = logits.to(compute_dtype(logits.dtype), copy=True)
-    lse, hit, total = merge_stats(plain_stats(capped(wide, softcap), target, 0, stats_like(wide)))
-    counts = target != ignore_index
-    terms = {"num_classes": logits.shape[1], "label_smoothing": label_smoothing, "z_loss": z_loss}
-    loss = token_loss(lse, hit, total, counts, **terms)  # type: ignore[arg-type]
-    if not code:
-        return loss, lse, lse.new_empty(0)
-    divisor = counts.sum().clamp(min=1).to(lse.dtype) if code == _MEAN else lse.new_ones(())
-    return loss.sum() / divisor, lse, divisor
+    stats = plain_stats(capped(wide, softcap), target, 0, stats_like(wide))
+    return plain_losses(merge_stats(stats), target, ignore_index, logits.shape[1], label_smoothing, z_loss, code)
 
 
 def _fake(logits, target, ignore_index, label_smoothing, z_loss, softcap, code):
@@ -323,7 +338,7 @@ def cross_entropy(
     if target.dim() != 1:
         flat = target.reshape(-1)
         logits = logits.reshape(flat.numel(), logits.shape[-1])
-    code = 0 if weight_per_token is not None else _REDUCTIONS.index(reduction)
+    code = 0 if weight_per_token is not None else REDUCTIONS.index(reduction)
     value: torch.Tensor = _cross_entropy(logits, flat, ignore_index, label_smoothing, z_loss, softcap, code)[0]
     if code:
         return value

@@ -1,18 +1,19 @@
 """linear_cross_entropy: head matmul and loss in chunks of tokens, for vocabulary shards too.
 
-The loss is entropy.py's. The target's logit and the log-sum-exp come from the same product, so the loss without
-smoothing is never negative. The weight gradient is fp32 (fp64 for fp64). The chunks are loss_chunks.py's. Two forms:
+The loss is entropy.py's, the ops are loss_ops.py's, the chunks loss_chunks.py's. The target's logit and the
+log-sum-exp come from the same product, so the loss without smoothing is never negative. The weight gradient is fp32
+(fp64 for fp64). Two forms:
 - gradients in the forward: three products, as plain torch. dx and dweight (fp32) wait for the backward, which
   multiplies them by the gradient of the loss. For a reduced loss only, whose tokens' shares are known beforehand.
 - gradients in the backward: the logits are made again, four products, and nothing waits.
 The bits are the same where the gradient of the loss is 1; else dx, rounded once, is multiplied and rounded again. New
 gradients of 16 bits on a GPU are summed in another order by the second form, so there they agree to their rounding.
 
-Memory beyond inputs and outputs: 5 bytes per token from forward to backward (lse and whether it counts; 8 in the
-first form: lse and the token's share), and one chunk of logits at a time, on a GPU 4 bytes per logit, and for the
-gradient of 16-bit inputs 2 more. The first form sums a new weight gradient in fp32, 4 bytes per element, and rounds
-it in the backward; on a GPU the second sums dx in fp32 instead. `weight_grad_out` takes the weight's gradient in
-both, and nothing else as large is made. docs/kernels.md has the peak of each.
+Memory beyond inputs and outputs: 4 bytes per token from forward to backward (lse; with weights per token or over
+shards 8 in the first form: the token's share), and one chunk of logits at a time, on a GPU 4 bytes per logit, and for
+the gradient of 16-bit inputs 2 more. The first form sums a new weight gradient in fp32, 4 bytes per element, and
+rounds it in the backward; on a GPU the second sums dx in fp32 instead. `weight_grad_out` takes the weight's gradient
+in both, and nothing else as large is made. docs/kernels.md has the peak of each.
 """
 
 from functools import partial
@@ -20,18 +21,19 @@ from functools import partial
 import torch
 
 from plait.kernels.entropy import (
+    REDUCTIONS,
     AllReduce,
     check_options,
     check_targets,
     cross_entropy_ref,
     merge_stats,
     reduce_losses,
-    stats_like,
     token_loss,
 )
-from plait.kernels.launch import check, check_device, check_floating, compute_dtype
-from plait.kernels.loss_chunks import head_grad, head_grad_new, head_once, head_stats
-from plait.kernels.registration import once_differentiable, register, watched
+from plait.kernels.launch import check, compute_dtype
+from plait.kernels.loss_chunks import head_once
+from plait.kernels.loss_ops import check_head, check_out, grad_new_op, grad_op, loss_op, once_op, stats_op
+from plait.kernels.registration import once_differentiable, watched
 
 
 def linear_cross_entropy_ref(
@@ -42,132 +44,32 @@ def linear_cross_entropy_ref(
     return cross_entropy_ref(x.to(dtype) @ weight.to(dtype).t(), target, **options)  # type: ignore[arg-type]
 
 
-_stats = register(
-    "linear_cross_entropy_stats(Tensor x, Tensor weight, Tensor target, int vocab_start, float softcap) -> Tensor",
-    head_stats,
-    lambda x, weight, target, vocab_start, softcap: stats_like(x),
-)
-_grad = register(
-    "linear_cross_entropy_grad(Tensor x, Tensor weight, Tensor target, Tensor lse, Tensor dloss,"
-    " Tensor(a!)? dweight, int vocab_start, int num_classes, float label_smoothing, float z_loss, float softcap,"
-    " bool need_dx) -> Tensor",
-    head_grad,
-    lambda x, *args: x.new_empty(x.shape if args[-1] else (0,)),
-)
-_grad_new = register(
-    "linear_cross_entropy_grad_new(Tensor x, Tensor weight, Tensor target, Tensor lse, Tensor dloss, int vocab_start,"
-    " int num_classes, float label_smoothing, float z_loss, float softcap, bool need_dx) -> (Tensor, Tensor)",
-    head_grad_new,
-    lambda x, weight, *args: (x.new_empty(x.shape if args[-1] else (0,)), weight.new_empty(weight.shape)),
-)
-
-
-def _once_kernel(
-    x, weight, target, dloss, vocab_start, num_classes, label_smoothing, z_loss, softcap, need_dx, need_dweight, out
-):  # fmt: skip
-    terms = (vocab_start, num_classes, label_smoothing, z_loss, softcap)
-    return head_once(x, weight, target, dloss, *terms, need_dx, need_dweight, None, out)
-
-
-_once = register(
-    "linear_cross_entropy_once(Tensor x, Tensor weight, Tensor target, Tensor dloss, int vocab_start,"
-    " int num_classes, float label_smoothing, float z_loss, float softcap, bool need_dx, bool need_dweight,"
-    " Tensor(a!)? out) -> (Tensor, Tensor, Tensor)",
-    _once_kernel,
-    lambda x, weight, target, dloss, *args: (
-        x.new_empty((3, x.shape[0]), dtype=compute_dtype(x.dtype)),
-        x.new_empty(x.shape if args[5] else (0,)),
-        weight.new_empty(weight.shape if args[6] and args[7] is None else (0,), dtype=compute_dtype(x.dtype)),
-    ),
-)
-
-
-def linear_cross_entropy_stats(
-    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *, vocab_start: int = 0, softcap: float = 0.0
-) -> torch.Tensor:
-    """A shard's statistics [4, N] in fp32 (fp64): max, sum of exp relative to it, target's logit or 0, logit sum.
-
-    x[N, D], weight[V_local, D] (padding rows cut off), target int64 [N] of global classes. No gradient.
-    """
-    _check("linear_cross_entropy_stats", x, weight, target)
-    with torch.no_grad():
-        return _stats(x, weight, target, vocab_start, softcap)
-
-
-def linear_cross_entropy_grad(
-    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, dloss: torch.Tensor, *,
-    num_classes: int, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 0.0, vocab_start: int = 0,
-    out: torch.Tensor | None = None, need_dx: bool = True, need_dweight: bool = True,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-    """(dx, dweight) of a shard: dx[N, D] is the shard's partial, dweight[V_local, D] in fp32 (fp64).
-
-    `lse` [N] spans all shards; `dloss` [N] is the gradient of each token's loss, 0 where it is ignored.
-    `num_classes` counts the whole vocabulary. `out`, where given, is added into and returned as dweight.
-    """
-    _check("linear_cross_entropy_grad", x, weight, target)
-    check_device("linear_cross_entropy_grad", x, lse=lse, dloss=dloss)
-    wide = compute_dtype(x.dtype)
-    check(
-        lse.shape == target.shape and dloss.shape == target.shape,
-        lambda: (
-            f"linear_cross_entropy_grad: lse {tuple(lse.shape)} and dloss {tuple(dloss.shape)} must have target's"
-            f" shape {tuple(target.shape)}"
-        ),
-    )
-    if lse.dtype is not wide:
-        raise TypeError(f"linear_cross_entropy_grad: lse is {lse.dtype}; expected {wide}")
-    with torch.no_grad():
-        if out is None and need_dweight:
-            out = torch.zeros_like(weight, dtype=wide)
-        if out is not None:
-            _check_out("linear_cross_entropy_grad", "out", out, weight)
-        dweight = out if need_dweight else None
-        dx = _grad(
-            x, weight, target, lse, dloss.to(lse.dtype), dweight, vocab_start, num_classes, label_smoothing, z_loss,
-            softcap, need_dx,
-        )  # fmt: skip
-    return (dx if need_dx else None), dweight
-
-
-def _check(op: str, x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> None:
-    check_floating(op, 2, x=x, weight=weight)
-    check_device(op, x, target=target)
-    if target.dtype is not torch.int64:
-        raise TypeError(f"{op}: target is {target.dtype}; expected torch.int64")
-    check(
-        x.shape[:-1] == target.shape and weight.dim() == 2 and x.shape[-1] == weight.shape[1],
-        lambda: f"{op}: x {tuple(x.shape)}, weight {tuple(weight.shape)}, target {tuple(target.shape)} do not fit",
-    )
-
-
-def _check_out(op: str, name: str, out: torch.Tensor, weight: torch.Tensor) -> None:
-    check_device(op, weight, **{name: out})
-    wide = compute_dtype(weight.dtype)
-    if out.dtype not in (wide, weight.dtype):
-        raise TypeError(f"{op}: {name} is {out.dtype}; expected {wide} or {weight.dtype}")
-    check(out.shape == weight.shape, lambda: f"{op}: {name} {tuple(out.shape)} must be {tuple(weight.shape)}")
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Losses per token. Saves x, weight, target (the caller's), lse and what counts: 5 bytes per token."""
+    """Losses per token, or reduced as REDUCTIONS[code]. Saves x, weight, target (the caller's), lse: 4 bytes a token.
+
+    A reduced loss saves one number more, what the sum was divided by.
+    """
 
     @staticmethod
-    def forward(ctx, x, weight, target, ignore_index, terms, all_reduce, home):
-        loss, lse, counts = _losses(x, weight, target, ignore_index, terms, all_reduce)
-        ctx.save_for_backward(x, weight, target, lse, counts)
-        ctx.terms, ctx.home = terms, home  # others add into home meanwhile, which a saved tensor would not bear
-        return loss
+    def forward(ctx, x, weight, target, ignore_index, terms, code, all_reduce, home):
+        value, lse, divisor = _losses(x, weight, target, ignore_index, terms, code, all_reduce)
+        ctx.save_for_backward(x, weight, target, lse, divisor if code else None)
+        # Others add into home meanwhile, which a saved tensor would not bear.
+        ctx.terms, ctx.ignore_index, ctx.home = terms, ignore_index, home
+        return value
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dloss):
-        x, weight, target, lse, counts = ctx.saved_tensors
-        dx, dweight = _late(ctx, x, weight, target, lse, torch.where(counts, dloss, 0.0), *ctx.needs_input_grad[:2])
-        return dx, dweight, None, None, None, None, None
+    def backward(ctx, dvalue):
+        x, weight, target, lse, divisor = ctx.saved_tensors
+        if divisor is None:
+            dvalue = torch.where(target != ctx.ignore_index, dvalue, 0.0)
+        dx, dweight = _late(ctx, x, weight, target, lse, dvalue, divisor, *ctx.needs_input_grad[:2])
+        return dx, dweight, None, None, None, None, None, None
 
 
 class _LinearCrossEntropyOnce(torch.autograd.Function):
-    """The reduced loss. Saves 8 bytes per token (lse, its share), dx, dweight in fp32 (fp64); with weights 4 more.
+    """The reduced loss. Saves lse, 4 bytes per token, dx, dweight in fp32 (fp64); with weights or shards 4 or 8 more.
 
     A backward hands over dx and dweight, scaled in place. A second one, over a graph that was kept, makes the logits
     again. Under the compiler, which may not see tensors leave, they are scaled into new ones. With `home` there is no
@@ -176,46 +78,55 @@ class _LinearCrossEntropyOnce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, target, weights, ignore_index, terms, reduction, all_reduce, home, loss_grad):
-        counts = target != ignore_index
-        dloss, divisor = _shares(counts, weights, reduction, compute_dtype(x.dtype))
+        upstream = None
         if loss_grad is not None:
-            dloss = dloss * loss_grad
+            upstream = torch.as_tensor(loss_grad, dtype=compute_dtype(x.dtype), device=x.device)
         need_dx, need_dweight = ctx.needs_input_grad[:2]
-        wanted = {"need_dx": need_dx, "need_dweight": need_dweight, "out": home if need_dweight else None, **terms}
-        if all_reduce is None:
-            merged, dx, dweight = _once(x, weight, target, dloss, **wanted)
-        else:
-            merge = partial(merge_stats, all_reduce=all_reduce)
-            merged, dx, dweight = head_once(x, weight, target, dloss, merge=merge, **wanted)
-        loss = _token_loss(merged.unbind(0), counts, terms)
-        value = reduce_losses(loss, counts, weights, reduction)
+        wanted = {**terms, "need_dx": need_dx, "need_dweight": need_dweight, "out": home if need_dweight else None}
         dweights = None
-        if weights is not None and ctx.needs_input_grad[3]:
-            dweights = loss
-            if reduction == "mean":  # the divisor is a constant where the weights add up to 0
-                constant = torch.where(counts, weights.to(divisor.dtype), 0.0).sum() == 0.0
-                dweights = torch.where(counts, loss - torch.where(constant, 0.0, value), 0.0) / divisor
-        ctx.terms, ctx.held, ctx.home, ctx.loss_grad = terms, None, home, loss_grad
+        if all_reduce is None and weights is None:
+            code = REDUCTIONS.index(reduction)
+            value, lse, divisor, dx, dweight = once_op(
+                x, weight, target, upstream, ignore_index, code, *wanted.values()
+            )
+        else:
+            counts, divisor = target != ignore_index, None
+            upstream, total = _shares(counts, weights, reduction, upstream, compute_dtype(x.dtype))
+            if all_reduce is None:
+                loss, lse, _, dx, dweight = once_op(x, weight, target, upstream, ignore_index, 0, *wanted.values())
+            else:
+                merge = partial(merge_stats, all_reduce=all_reduce)
+                merged, dx, dweight = head_once(x, weight, target, upstream, merge=merge, **wanted)
+                loss, lse = _token_loss(merged.unbind(0), counts, terms), merged[0]
+            value = reduce_losses(loss, counts, weights, reduction)
+            if weights is not None and ctx.needs_input_grad[3]:
+                dweights = loss
+                if reduction == "mean":  # the divisor is a constant where the weights add up to 0
+                    constant = torch.where(counts, weights.to(total.dtype), 0.0).sum() == 0.0
+                    dweights = torch.where(counts, loss - torch.where(constant, 0.0, value), 0.0) / total
+        ctx.terms, ctx.ignore_index, ctx.held, ctx.home, ctx.loss_grad = terms, ignore_index, None, home, loss_grad
         kept = (dx, dweight) if torch.compiler.is_compiling() else ()
         if not kept:
             ctx.held = [dx, dweight]
-        ctx.save_for_backward(x, weight, target, merged[0], dloss, dweights, *kept)
+        ctx.save_for_backward(x, weight, target, lse, upstream, divisor, dweights, *kept)
         return value
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dvalue):
-        x, weight, target, lse, dloss, dweights, *kept = ctx.saved_tensors
+        x, weight, target, lse, upstream, divisor, dweights, *kept = ctx.saved_tensors
         need_dx, need_dweight = ctx.needs_input_grad[:2]
         factor = dvalue if ctx.loss_grad is None else as_told(dvalue, ctx.loss_grad)
         if kept:
             dx, dweight = (total * factor for total in kept)
         elif ctx.held is not None:
             (dx, dweight), ctx.held = ctx.held, None
-            for total in (dx, dweight):
-                _scale_(total, factor)
+            one = _is_one(factor)
+            dx = dx if one else dx.mul_(factor)
+            dweight = dweight if one else _scaled(dweight, factor, weight.dtype)
         else:
-            dx, dweight = _late(ctx, x, weight, target, lse, dloss * factor, need_dx, need_dweight)
+            again = factor if upstream is None else upstream * factor
+            dx, dweight = _late(ctx, x, weight, target, lse, again, divisor, need_dx, need_dweight)
         return (
             dx if need_dx else None,
             dweight.to(weight.dtype) if need_dweight and ctx.home is None else None,
@@ -225,25 +136,25 @@ class _LinearCrossEntropyOnce(torch.autograd.Function):
         )  # fmt: skip
 
 
-def _losses(x, weight, target, ignore_index, terms, all_reduce):
-    """(losses per token, lse, what counts)."""
-    stats = _stats(x, weight, target, terms["vocab_start"], terms["softcap"])
+def _losses(x, weight, target, ignore_index, terms, code, all_reduce):
+    """(losses per token or reduced, lse, divisor or empty); over shards always per token."""
+    if all_reduce is None:
+        return loss_op(x, weight, target, ignore_index, code, *terms.values())
+    stats = stats_op(x, weight, target, terms["vocab_start"], terms["softcap"])
     lse, hit, total = merge_stats(stats, all_reduce)
-    counts = target != ignore_index
-    return _token_loss((lse, hit, total), counts, terms), lse, counts
+    return _token_loss((lse, hit, total), target != ignore_index, terms), lse, lse.new_empty(0)
 
 
-def _late(ctx, x, weight, target, lse, dloss, need_dx, need_dweight):
+def _late(ctx, x, weight, target, lse, dloss, divisor, need_dx, need_dweight):
     """(dx, dweight) of a backward that makes the logits again; dweight is None where ctx.home has taken it."""
-    if need_dweight and ctx.home is None:
-        dx, dweight = _grad_new(x, weight, target, lse, dloss.to(lse.dtype), need_dx=need_dx, **ctx.terms)
-        return (dx if need_dx else None), dweight
     if not (need_dx or need_dweight):
         return None, None
-    out = ctx.home if need_dweight else None
-    return linear_cross_entropy_grad(
-        x, weight, target, lse, dloss, out=out, need_dx=need_dx, need_dweight=need_dweight, **ctx.terms
-    )[0], None
+    terms = (*ctx.terms.values(), need_dx, divisor, ctx.ignore_index)
+    if need_dweight and ctx.home is None:
+        dx, dweight = grad_new_op(x, weight, target, lse, dloss, *terms)
+    else:
+        dx, dweight = grad_op(x, weight, target, lse, dloss, ctx.home if need_dweight else None, *terms), None
+    return (dx if need_dx else None), dweight
 
 
 def as_told(dvalue: torch.Tensor, loss_grad: float | torch.Tensor) -> torch.Tensor:
@@ -267,22 +178,33 @@ def _token_loss(merged: tuple[torch.Tensor, ...], counts: torch.Tensor, terms: d
 
 
 def _shares(
-    counts: torch.Tensor, weights: torch.Tensor | None, reduction: str, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(derivative of `reduce_losses` by each token's loss, what "mean" divides by): the bits that autograd finds."""
+    counts: torch.Tensor, weights: torch.Tensor | None, reduction: str, upstream: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(derivative of `reduce_losses` by each token's loss, what "mean" divides by): the bits that autograd finds.
+
+    Times `upstream`, 0-dim, where that is given.
+    """
     if weights is None:
         shares, divisor = counts.to(dtype), counts.sum().clamp(min=1).to(dtype)
     else:
         shares = torch.where(counts, weights.to(dtype), 0.0)
         total = shares.sum()
         divisor = torch.where(total == 0.0, 1.0, total)
-    return (shares if reduction == "sum" else shares * (1.0 / divisor)), divisor
+    shares = shares if reduction == "sum" else shares * (1.0 / divisor)
+    return (shares if upstream is None else shares * upstream), divisor
 
 
-def _scale_(total: torch.Tensor, factor: torch.Tensor) -> None:
-    """total *= factor; where a look at the factor costs no wait, a factor of 1 is no pass over memory."""
-    if not _looked_at(factor) or float(factor) != 1.0:
-        total.mul_(factor)
+def _is_one(factor: torch.Tensor) -> bool:
+    """Whether a pass over memory would change nothing, where a look at the factor costs no wait."""
+    return _looked_at(factor) and float(factor) == 1.0
+
+
+def _scaled(total: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """total * factor, rounded to `dtype` in the same pass; in place where that is total's own."""
+    if total.dtype is dtype:
+        return total.mul_(factor)
+    return torch.mul(total, factor, out=total.new_empty(total.shape, dtype=dtype))
 
 
 def _looked_at(value: torch.Tensor) -> bool:
@@ -312,7 +234,7 @@ def _in_forward(
         lambda: f"{op}: loss_grad is for gradients made in the forward; expected None with grad_in_forward=False",
     )
     if weight_grad_out is not None:
-        _check_out(op, "weight_grad_out", weight_grad_out, weight)
+        check_out(op, "weight_grad_out", weight_grad_out, weight)
     if not _wants_gradient(x, weight):
         return False
     if grad_in_forward is None:
@@ -345,10 +267,10 @@ def linear_cross_entropy(
     With `all_reduce(tensor, "max" | "sum")` the weight is one shard (of no rows, too), its first class is
     `vocab_start`, and `num_classes` (needed for label smoothing and debug) counts the whole vocabulary; dx is then
     the shard's partial, to be summed by the caller. `weight_per_token`, `debug` and errors as `cross_entropy`. Saves
-    5 bytes per token beyond the caller's x, weight and target, and makes one chunk of logits at a time.
+    4 bytes per token beyond the caller's x, weight and target, and makes one chunk of logits at a time.
 
     `grad_in_forward` makes both gradients beside the loss, three products in place of four, and keeps them for the
-    backward: x's size, 4 (8) bytes per element of weight, and 8 per token in place of 5. By default it is done for a
+    backward: x's size and 4 (8) bytes per element of weight. By default it is done for a
     reduced loss of a whole vocabulary, but not in fp16, whose gradients need a loss scale before they are rounded.
     False is right where many forwards come before the first backward, or memory is short; True over shards exchanges
     twice per chunk and not twice in all.
@@ -359,7 +281,7 @@ def linear_cross_entropy(
     forward adds it, with three products and no buffer of the weight's size, and must have its one backward. Another
     gradient is then a ValueError on the CPU, and gives a dx of NaN on a GPU.
     """
-    _check("linear_cross_entropy", x, weight, target)
+    check_head("linear_cross_entropy", x, weight, target)
     check_options(
         "linear_cross_entropy", target, weight_per_token, label_smoothing, z_loss, softcap, ignore_index, reduction,
         vocab_start=vocab_start, num_classes=num_classes or 0,
@@ -390,9 +312,13 @@ def linear_cross_entropy(
         return _LinearCrossEntropyOnce.apply(
             rows, weight, flat, weights, ignore_index, terms, reduction, all_reduce, weight_grad_out, loss_grad
         )
+    # Weights per token and shards are reduced by torch, below.
+    code = REDUCTIONS.index(reduction) if weight_per_token is None and all_reduce is None else 0
     if torch.compiler.is_compiling() or watched() or _wants_gradient(x, weight):
-        loss = _LinearCrossEntropy.apply(rows, weight, flat, ignore_index, terms, all_reduce, weight_grad_out)
+        value = _LinearCrossEntropy.apply(rows, weight, flat, ignore_index, terms, code, all_reduce, weight_grad_out)
     else:
-        loss, _, _ = _losses(rows, weight, flat, ignore_index, terms, all_reduce)
-    loss = loss if flat is target else loss.view(target.shape)
+        value = _losses(rows, weight, flat, ignore_index, terms, code, all_reduce)[0]
+    if code:
+        return value
+    loss = value if flat is target else value.view(target.shape)
     return reduce_losses(loss, target != ignore_index, weight_per_token, reduction)

@@ -1,15 +1,15 @@
 """The head's product and its loss in chunks of tokens, on one vocabulary shard: direct functions without checks.
 
-Four of them: the statistics; the gradients given the log-sum-exp (the logits are made again: four products with the
-statistics'), added into a given weight gradient or as new tensors; and all in one walk (three products) for a caller
-who knows beforehand how each token's loss counts. What is differentiable and checked is loss.py. The one idea: one
-chunk of logits exists at a time, and the gradients of chunks are added up in fp32, so that no number of chunks costs
-digits. A chunk is some tokens with the whole vocabulary, and the weight gradient is what is added up; but for a new
-one of 16 bits on a GPU it is a slice of the vocabulary with all tokens, and dx is: an fp32 sum of T D numbers in
-place of V D. docs/kernels.md has the peak of each form.
+Here: the statistics; the gradients given the log-sum-exp (the logits are made again: four products with the
+statistics'), added into a given weight gradient or as new tensors; and both in one walk (three products) for a caller
+who knows beforehand how each token's loss counts. The losses of a whole vocabulary are loss_whole.py's; what is
+differentiable and checked is loss.py. The one idea: one chunk of logits exists at a time, and the gradients of chunks
+are added up in fp32, so that no number of chunks costs digits. A chunk is some tokens with the whole vocabulary, and
+the weight gradient is what is added up; but for a new one of 16 bits on a GPU it is a slice of the vocabulary with
+all tokens, and dx is: an fp32 sum of T D numbers in place of V D. docs/kernels.md has the peak of each form.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -21,6 +21,10 @@ from plait.kernels.plans import Built, Site, planned
 
 # Statistics [4, n] of a shard -> (lse, target logit, logit sum), each [n], of the whole vocabulary.
 Merge = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+# (vocab_start, num_classes, label_smoothing, z_loss, softcap)
+Terms = tuple[int, int, float, float, float]
+# A chunk of the walk: (its rows, x of them, their logits, room for their gradient, which may be the logits').
+_Chunk = tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]
 
 # Logits that exist at one time: 2^24 is 64 MiB in fp32, small beside the weight of a 128k vocabulary (derived).
 _CHUNK_ELEMENTS = 1 << 24
@@ -41,7 +45,7 @@ _GPU_SLICE_COLS, _GPU_SLICE_SHARE = 4096, 8
 _ALIGNED = 16
 
 
-def _chunks(num_rows: int, num_local: int, num_cols: int = 0, on_gpu: bool = False) -> list[slice]:
+def chunks_of(num_rows: int, num_local: int, num_cols: int = 0, on_gpu: bool = False) -> list[slice]:
     """The tokens of each chunk of logits; `num_cols` is D."""
     most = _CHUNK_ELEMENTS // max(1, num_local)
     if on_gpu:
@@ -95,20 +99,21 @@ def _build_stats(
 
 
 def _build_grad(
-    site: Site, s: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, dloss: torch.Tensor, grad: torch.Tensor,
-    vocab_start: int, num_classes: int, label_smoothing: float, z_loss: float, softcap: float,
+    site: Site, s: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, dloss: torch.Tensor | None,
+    grad: torch.Tensor, divisor: torch.Tensor | None, vocab_start: int, num_classes: int, label_smoothing: float,
+    z_loss: float, softcap: float, ignore_index: int,
 ) -> Built:  # fmt: skip
     options = (vocab_start, num_classes, label_smoothing, z_loss, softcap)
-    return Built((), [grad_launch(s, target, lse, dloss, *options, grad)])
+    return Built((), [grad_launch(s, target, lse, dloss, *options, grad, divisor, ignore_index)])
 
 
-def _rows(x: torch.Tensor, rows: slice) -> torch.Tensor:
+def some_rows(x: torch.Tensor, rows: slice) -> torch.Tensor:
     """x[rows]; `x` itself, without a call into torch, where that is all of it."""
     return x if rows.stop - rows.start == x.shape[0] else x[rows]
 
 
 def _cols(x: torch.Tensor, cols: slice) -> torch.Tensor:
-    """x[:, cols], as `_rows`."""
+    """x[:, cols], as `some_rows`."""
     return x if cols.stop - cols.start == x.shape[1] else x[:, cols]
 
 
@@ -120,6 +125,24 @@ def _chunk_like(
     return _cols(x.new_empty((longest, -(-num_local // aligned) * aligned), dtype=dtype), slice(0, num_local))
 
 
+def walk(
+    x: torch.Tensor, weight: torch.Tensor, chunks: list[slice], both: bool = True, aligned: int = _ALIGNED
+) -> Iterator[_Chunk]:
+    """The logits of each chunk by the product of a card, in one room; with `both` 16-bit inputs' gradient in another.
+
+    On the plain path, where `aligned` is 1, the gradient's room is the logits'.
+    """
+    wide, num_local = compute_dtype(x.dtype), weight.shape[0]
+    room = _chunk_like(x, chunks, num_local, wide, aligned)
+    narrow = room if not both or x.dtype is wide or aligned == 1 else _chunk_like(x, chunks, num_local, x.dtype)
+    turned = (weight.to(wide) if aligned == 1 else weight).t()
+    for rows in chunks:
+        part = slice(0, rows.stop - rows.start)
+        s, inputs = some_rows(room, part), some_rows(x, rows)
+        multiply(inputs, turned, s)
+        yield rows, inputs, s, s if narrow is room else some_rows(narrow, part)
+
+
 def head_stats(
     x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, vocab_start: int, softcap: float
 ) -> torch.Tensor:
@@ -129,14 +152,11 @@ def head_stats(
         stats.zero_()
         stats[0] = float("-inf")
     elif use_triton(x):
-        chunks = _chunks(x.shape[0], weight.shape[0], x.shape[1], x.is_cuda)
-        room = _chunk_like(x, chunks, weight.shape[0], stats.dtype)
-        for rows in chunks:
-            s = _rows(room, slice(0, rows.stop - rows.start))
-            multiply(_rows(x, rows), weight.t(), s)
-            planned(_build_stats, (s, _rows(target, rows), _cols(stats, rows)), vocab_start, softcap)
+        chunks = chunks_of(x.shape[0], weight.shape[0], x.shape[1], x.is_cuda)
+        for rows, _, s, _ in walk(x, weight, chunks, both=False):
+            planned(_build_stats, (s, some_rows(target, rows), _cols(stats, rows)), vocab_start, softcap)
     else:
-        for rows in _chunks(x.shape[0], weight.shape[0]):
+        for rows in chunks_of(x.shape[0], weight.shape[0]):
             s = capped(_logits(x[rows], weight), softcap)
             plain_stats(s, target[rows], vocab_start, stats[:, rows])
     return stats
@@ -145,44 +165,39 @@ def head_stats(
 def head_grad(
     x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, dloss: torch.Tensor,
     dweight: torch.Tensor | None, vocab_start: int, num_classes: int, label_smoothing: float, z_loss: float,
-    softcap: float, need_dx: bool,
+    softcap: float, need_dx: bool, divisor: torch.Tensor | None = None, ignore_index: int = -100,
 ) -> torch.Tensor:  # fmt: skip
-    """dx (empty without need_dx), without checks or graph; adds into dweight in its own dtype."""
+    """dx (empty without need_dx), without checks or graph; adds into dweight in its own dtype.
+
+    dloss [N] counts each token's loss, 0 where it is ignored. With the divisor of `head_loss` it is the 0-dim
+    gradient of the reduced loss.
+    """
     dx = x.new_empty(x.shape if need_dx else (0,))
     if not weight.shape[0]:
         return dx.zero_()
     options = (vocab_start, num_classes, label_smoothing, z_loss, softcap)
-    if use_triton(x):
-        _grad_chunks(x, weight, target, lse, dloss, dweight, options, dx if need_dx else None)
+    if not use_triton(x):
+        if divisor is not None:
+            dloss = torch.where(target != ignore_index, dloss / divisor, 0.0)
+        for rows in chunks_of(x.shape[0], weight.shape[0]):
+            s = capped(_logits(x[rows], weight), softcap)
+            grad = plain_grad(s, target[rows], lse[rows], dloss[rows], *options)
+            add_gradients(x[rows], weight, grad, dx[rows] if need_dx else None, dweight)
         return dx
-    for rows in _chunks(x.shape[0], weight.shape[0]):
-        s = capped(_logits(x[rows], weight), softcap)
-        grad = plain_grad(s, target[rows], lse[rows], dloss[rows], *options)
-        _add_gradients(x[rows], weight, grad, dx[rows] if need_dx else None, dweight)
+    for rows, inputs, s, grad in walk(x, weight, chunks_of(x.shape[0], weight.shape[0], x.shape[1], x.is_cuda)):
+        upstream = some_rows(dloss, rows) if divisor is None else dloss
+        tensors = (s, some_rows(target, rows), some_rows(lse, rows), upstream, grad, divisor)
+        planned(_build_grad, tensors, *options, ignore_index)
+        add_gradients(inputs, weight, grad, some_rows(dx, rows) if need_dx else None, dweight)
     return dx
-
-
-def _grad_chunks(
-    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, dloss: torch.Tensor,
-    dweight: torch.Tensor | None, options: tuple[int, int, float, float, float], dx: torch.Tensor | None,
-) -> None:  # fmt: skip
-    """`head_grad` by Triton: the gradient goes over the logits, 16-bit inputs' into a second, narrow chunk."""
-    chunks = _chunks(x.shape[0], weight.shape[0], x.shape[1], x.is_cuda)
-    room = _chunk_like(x, chunks, weight.shape[0], lse.dtype)
-    narrow = room if x.dtype == lse.dtype else _chunk_like(x, chunks, weight.shape[0], x.dtype)
-    for rows in chunks:
-        part = slice(0, rows.stop - rows.start)
-        s, grad, inputs = _rows(room, part), _rows(narrow, part), _rows(x, rows)
-        multiply(inputs, weight.t(), s)
-        planned(_build_grad, (s, _rows(target, rows), _rows(lse, rows), _rows(dloss, rows), grad), *options)
-        _add_gradients(inputs, weight, grad, None if dx is None else _rows(dx, rows), dweight)
 
 
 def head_grad_new(
     x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, dloss: torch.Tensor,
     vocab_start: int, num_classes: int, label_smoothing: float, z_loss: float, softcap: float, need_dx: bool,
+    divisor: torch.Tensor | None = None, ignore_index: int = -100,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(dx, empty without need_dx, dweight), both new and in x's dtype, without checks or graph.
+    """(dx, empty without need_dx, dweight), both new and in x's dtype, without checks or graph. dloss as `head_grad`.
 
     16-bit ones on a GPU by slices of the vocabulary: dweight is written once, as it is, by a product over all tokens,
     and dx is summed in fp32. Beyond the results that takes 4 bytes per element of x, and 6 per logit of a slice.
@@ -191,8 +206,10 @@ def head_grad_new(
     slices = _slices(x.shape[0], weight.shape[0], x.is_cuda)
     if x.dtype == lse.dtype or len(slices) < 2 or not x.shape[0]:
         wide = weight.new_zeros(weight.shape, dtype=lse.dtype)
-        dx = head_grad(x, weight, target, lse, dloss, wide, *options, need_dx)
+        dx = head_grad(x, weight, target, lse, dloss, wide, *options, need_dx, divisor, ignore_index)
         return dx, wide.to(weight.dtype)
+    if divisor is not None and not use_triton(x):
+        dloss, divisor = torch.where(target != ignore_index, dloss / divisor, 0.0), None
     dweight = weight.new_empty(weight.shape)
     total = torch.empty(x.shape if need_dx else (0,), dtype=lse.dtype, device=x.device)
     rooms = [x.new_empty((x.shape[0], slices[0].stop), dtype=dtype) for dtype in (lse.dtype, x.dtype)]
@@ -202,7 +219,7 @@ def head_grad_new(
         multiply(x, shard.t(), s)
         here = (vocab_start + part.start, *options[1:])
         if use_triton(x):
-            planned(_build_grad, (s, target, lse, dloss, grad), *here)
+            planned(_build_grad, (s, target, lse, dloss, grad, divisor), *here, ignore_index)
         else:
             grad.copy_(plain_grad(capped(s, softcap), target, lse, dloss, *here))
         wgrad_into(x, grad, dweight[part], False)
@@ -210,6 +227,15 @@ def head_grad_new(
             wgrad_into(shard, grad.t(), total, part.start > 0)
     del rooms, s, grad
     return total.to(x.dtype), dweight
+
+
+def gradients_like(
+    x: torch.Tensor, weight: torch.Tensor, need_dx: bool, need_dweight: bool, out: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for (dx, dweight in fp32 (fp64)): unneeded ones are empty, so is dweight where `out` takes it."""
+    made = weight.new_empty if use_triton(x) and x.shape[0] else weight.new_zeros  # the first chunk overwrites it
+    shape = weight.shape if need_dweight and out is None else (0,)
+    return x.new_empty(x.shape if need_dx else (0,)), made(shape, dtype=compute_dtype(x.dtype))
 
 
 def head_once(
@@ -224,51 +250,39 @@ def head_once(
     `merge`, once per chunk: a pass for the statistics alone would cost the product that this saves. Their chunks are
     those of the whole vocabulary, since all ranks must walk alike.
     """
-    wide = compute_dtype(x.dtype)
     num_rows, num_local = x.shape[0], weight.shape[0]
-    merged = torch.empty(3, num_rows, dtype=wide, device=x.device)
-    dx = x.new_empty(x.shape if need_dx else (0,))
-    if not num_local:
-        dx.zero_()
+    merged = torch.empty(3, num_rows, dtype=compute_dtype(x.dtype), device=x.device)
+    dx, dweight = gradients_like(x, weight, need_dx, need_dweight, out)
     options = (vocab_start, num_classes, label_smoothing, z_loss, softcap)
-    chunks = _chunks(num_rows, num_local if merge is None else num_classes, weight.shape[1], x.is_cuda)
-    triton = use_triton(x)
-    made = weight.new_empty if triton and num_rows else weight.new_zeros  # the kernels' first chunk overwrites it
-    dweight = made(weight.shape if need_dweight and out is None else (0,), dtype=wide)
-    home = (dweight if out is None else out) if need_dweight else None
-    room = _chunk_like(x, chunks, num_local, wide, _ALIGNED if triton else 1)
-    narrow = room if x.dtype == wide or not triton else _chunk_like(x, chunks, num_local, x.dtype)
-    product_weight = weight if triton else weight.to(wide)
-    for rows in chunks:
-        part = slice(0, rows.stop - rows.start)
-        inputs, targets = _rows(x, rows), _rows(target, rows)
-        if not num_local:  # a shard without rows takes part in the exchanges
-            stats = head_stats(inputs, weight, targets, vocab_start, softcap)
+    chunks = chunks_of(num_rows, num_local if merge is None else num_classes, weight.shape[1], x.is_cuda)
+    if not num_local:  # a shard without rows takes part in the exchanges
+        for rows in chunks:
+            stats = head_stats(some_rows(x, rows), weight, some_rows(target, rows), vocab_start, softcap)
             merged[:, rows] = torch.stack((merge or merge_stats)(stats))
-            continue
-        s, grad = _rows(room, part), _rows(narrow, part)
-        multiply(inputs, product_weight.t(), s)
-        make_grad = _once_triton if triton else _once_plain
-        make_grad(s, targets, _rows(dloss, rows), _cols(merged, rows), options, merge, grad)
+        return merged, dx.zero_(), dweight
+    home = (dweight if out is None else out) if need_dweight else None
+    make_grad, aligned = (_once_triton, _ALIGNED) if use_triton(x) else (_once_plain, 1)
+    for rows, inputs, s, grad in walk(x, weight, chunks, aligned=aligned):
+        make_grad(s, some_rows(target, rows), some_rows(dloss, rows), _cols(merged, rows), options, merge, grad)
         added = out is not None or rows.start > 0
-        _add_gradients(inputs, weight, grad, _rows(dx, rows) if need_dx else None, home, added)
+        add_gradients(inputs, weight, grad, some_rows(dx, rows) if need_dx else None, home, added)
     return merged, dx, dweight
 
 
 def _once_triton(
     s: torch.Tensor, target: torch.Tensor, dloss: torch.Tensor, merged: torch.Tensor,
-    options: tuple[int, int, float, float, float], merge: Merge | None, grad: torch.Tensor,
+    options: Terms, merge: Merge | None, grad: torch.Tensor,
 ) -> None:  # fmt: skip
     """Logits s[n, V_local] -> merged [3, n] and grad, which may be `s`."""
     stats = torch.empty((4, s.shape[0]), dtype=s.dtype, device=s.device)
     planned(_build_stats, (s, target, stats), options[0], options[-1])
     torch.stack((merge or merge_stats)(stats), out=merged)
-    planned(_build_grad, (s, target, merged[0], dloss, grad), *options)
+    planned(_build_grad, (s, target, merged[0], dloss, grad, None), *options, -100)
 
 
 def _once_plain(
     s: torch.Tensor, target: torch.Tensor, dloss: torch.Tensor, merged: torch.Tensor,
-    options: tuple[int, int, float, float, float], merge: Merge | None, grad: torch.Tensor,
+    options: Terms, merge: Merge | None, grad: torch.Tensor,
 ) -> None:  # fmt: skip
     """As `_once_triton` with `grad` the logits themselves: a few rows at a time, out of the cache."""
     for rows in _cached(s) if merge is None else [slice(0, s.shape[0])]:
@@ -278,7 +292,7 @@ def _once_plain(
         plain_grad(block, target[rows], merged[0, rows], dloss[rows], *options)
 
 
-def _add_gradients(
+def add_gradients(
     x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, dx: torch.Tensor | None, dweight: torch.Tensor | None,
     accumulate: bool = True,
 ) -> None:  # fmt: skip

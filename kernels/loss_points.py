@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from plait.kernels.launch import Launch
-from plait.kernels.loss_triton import add_launch, grad_launch, reduced_grad_launch, stats_launch, token_loss_launch
+from plait.kernels.loss_triton import add_launch, grad_launch, stats_launch, token_loss_launch
 
 _ROWS = 768
 # (name, classes of the shard, dtype of the logits, dtype of the gradient, softcap)
@@ -42,11 +42,11 @@ def _own(kernel: str) -> Launch:
     """A kernel of given bf16 logits, smoothed and with z-loss."""
     logits, target = _rows(128_256, torch.bfloat16), torch.empty(_ROWS, dtype=torch.int64, device="meta")
     lse, number = torch.empty(_ROWS, device="meta"), torch.empty((), device="meta")
-    terms = (-100, 0.1, 1e-4, 0.0)
+    terms = (0, 128_256, 0.1, 1e-4, 0.0)
     if kernel == "loss":
-        return token_loss_launch(logits, target, *terms, lse, lse)
+        return token_loss_launch(logits, target, -100, *terms, lse, lse)
     if kernel == "mean":
-        return reduced_grad_launch(logits, target, lse, number, number, *terms, logits)
+        return grad_launch(logits, target, lse, number, *terms, logits, number)
     return add_launch(torch.empty(1 << 14, device="meta"), target, -100, True, number, number)
 
 

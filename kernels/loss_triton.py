@@ -9,7 +9,7 @@ Accesses: statistics V reads, 1 target and 4 writes per row; gradient V reads an
 block. The numbers of a row are wide where its blocks are whole: only the last block of an odd width is narrow.
 
 Where no other shard has a word in it, the program of a row goes on to its loss, and one more program adds the losses
-up; the gradient then finds a token's share of the reduced loss by itself.
+up; the gradient of what it gives then finds each token's share by itself.
 """
 
 import torch
@@ -102,8 +102,8 @@ def _loss_stats(
 
 @triton.jit
 def _token_loss(
-    logits_ptr, target_ptr, lse_ptr, loss_ptr, stride_logits_row, num_cols, ignore_index, hit_weight, share, z_loss,
-    softcap, double_inverse,
+    logits_ptr, target_ptr, lse_ptr, loss_ptr, stride_logits_row, num_cols, vocab_start, ignore_index, hit_weight,
+    share, z_loss, softcap, double_inverse,
     COMPUTE: tl.constexpr, SMOOTHED: tl.constexpr, SQUARED: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK_COL: tl.constexpr,
 ):  # fmt: skip
@@ -111,7 +111,7 @@ def _token_loss(
     row_ptr = logits_ptr + row * stride_logits_row
     target = tl.load(target_ptr + row)
     top, sum_exp, hit, total = _row_stats(
-        row_ptr, target, num_cols, softcap, double_inverse, COMPUTE, SOFTCAP, BLOCK_COL
+        row_ptr, target - vocab_start, num_cols, softcap, double_inverse, COMPUTE, SOFTCAP, BLOCK_COL
     )  # fmt: skip
     lse = top + tl.log(sum_exp)
     loss = lse - hit_weight * hit
@@ -179,36 +179,34 @@ def _grad_block(
 
 
 @triton.jit
-def _loss_grad(
-    logits_ptr, grad_ptr, target_ptr, lse_ptr, dloss_ptr, stride_logits_row, stride_grad_row, num_cols, num_blocks,
-    vocab_start, hit_weight, share, double_z, softcap, double_inverse,
-    COMPUTE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_COL: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0)
-    row = (program // num_blocks).to(tl.int64)
-    lse = tl.load(lse_ptr + row)
-    dloss = tl.load(dloss_ptr + row)
-    _grad_block(
-        logits_ptr + row * stride_logits_row, grad_ptr + row * stride_grad_row, program % num_blocks * BLOCK_COL,
-        tl.load(target_ptr + row) - vocab_start, lse, dloss, num_cols, hit_weight, share, double_z, softcap,
-        double_inverse, COMPUTE, SOFTCAP, BLOCK_COL,
-    )  # fmt: skip
+def _token_share(dloss_ptr, divisor_ptr, target, ignore_index, GIVEN: tl.constexpr):
+    """A token's part in the gradient of the reduced loss, which is the number at `dloss_ptr`, or 1."""
+    dloss = tl.load(divisor_ptr)
+    if GIVEN:
+        dloss = divide(tl.load(dloss_ptr), dloss)
+    else:
+        dloss = divide(tl.full([], 1.0, dloss.dtype), dloss)
+    return tl.where(target == ignore_index, 0.0, dloss)
 
 
 @triton.jit
-def _loss_grad_reduced(
-    logits_ptr, grad_ptr, target_ptr, lse_ptr, dvalue_ptr, divisor_ptr, stride_logits_row, stride_grad_row, num_cols,
-    num_blocks, ignore_index, hit_weight, share, double_z, softcap, double_inverse,
-    COMPUTE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_COL: tl.constexpr,
+def _loss_grad(
+    logits_ptr, grad_ptr, target_ptr, lse_ptr, dloss_ptr, divisor_ptr, stride_logits_row, stride_grad_row, num_cols,
+    num_blocks, vocab_start, ignore_index, hit_weight, share, double_z, softcap, double_inverse,
+    COMPUTE: tl.constexpr, REDUCED: tl.constexpr, GIVEN: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_COL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     row = (program // num_blocks).to(tl.int64)
     lse = tl.load(lse_ptr + row)
     target = tl.load(target_ptr + row)
-    dloss = tl.where(target == ignore_index, 0.0, divide(tl.load(dvalue_ptr), tl.load(divisor_ptr)))
+    if REDUCED:
+        dloss = _token_share(dloss_ptr, divisor_ptr, target, ignore_index, GIVEN)
+    else:
+        dloss = tl.load(dloss_ptr + row)
     _grad_block(
         logits_ptr + row * stride_logits_row, grad_ptr + row * stride_grad_row, program % num_blocks * BLOCK_COL,
-        target, lse, dloss, num_cols, hit_weight, share, double_z, softcap, double_inverse,
+        target - vocab_start, lse, dloss, num_cols, hit_weight, share, double_z, softcap, double_inverse,
         COMPUTE, SOFTCAP, BLOCK_COL,
     )  # fmt: skip
 
@@ -232,15 +230,15 @@ def stats_launch(
 
 
 def token_loss_launch(
-    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, label_smoothing: float, z_loss: float,
-    softcap: float, lse: torch.Tensor, loss: torch.Tensor,
+    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, vocab_start: int, num_classes: int,
+    label_smoothing: float, z_loss: float, softcap: float, lse: torch.Tensor, loss: torch.Tensor,
 ) -> Launch:  # fmt: skip
-    """lse and loss [n], contiguous, are the outputs, of a whole vocabulary."""
+    """lse and loss [n], contiguous, are the outputs, of all classes that there are logits of."""
     rows = rows_of(logits)
     num_rows, num_cols = rows.shape
     arguments = (
-        rows, target.contiguous(), lse, loss, rows.stride(0), num_cols, ignore_index, 1.0 - label_smoothing,
-        label_smoothing / num_cols, z_loss, softcap, 2.0 / (softcap or 1.0),
+        rows, target.contiguous(), lse, loss, rows.stride(0), num_cols, vocab_start, ignore_index,
+        1.0 - label_smoothing, label_smoothing / num_classes, z_loss, softcap, 2.0 / (softcap or 1.0),
     )  # fmt: skip
     constants = {
         "COMPUTE": triton_dtype(logits.dtype),
@@ -262,37 +260,32 @@ def add_launch(
     return Launch(_add_losses, (1,), arguments, constants, _SUM_WARPS if loss.numel() > 1024 else 4)
 
 
-def reduced_grad_launch(
-    logits: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, dvalue: torch.Tensor, divisor: torch.Tensor,
-    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, grad: torch.Tensor,
+def grad_launch(
+    logits: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, dloss: torch.Tensor | None, vocab_start: int,
+    num_classes: int, label_smoothing: float, z_loss: float, softcap: float, grad: torch.Tensor,
+    divisor: torch.Tensor | None = None, ignore_index: int = -100,
 ) -> Launch:  # fmt: skip
-    """grad [n, V] (unit stride in V) is the output; dvalue, 0-dim, the gradient of what `add_launch` gave."""
+    """grad [n, V_local] (unit stride in V_local) is the output; it may be `logits` itself.
+
+    dloss [n] is each token's gradient, 0 where it is ignored; with `divisor`, which `add_launch` gave beside the
+    reduced loss, it is that one's, 0-dim (None: 1).
+    """
     rows = rows_of(logits)
     num_rows, num_cols = rows.shape
     block = min(_GRAD_BLOCK, next_power_of_two(num_cols))
     num_blocks = triton.cdiv(num_cols, block)
+    lse = lse.contiguous()
     arguments = (
-        rows, grad, target.contiguous(), lse, dvalue, divisor, rows.stride(0), grad.stride(0), num_cols, num_blocks,
-        ignore_index, 1.0 - label_smoothing, label_smoothing / num_cols, 2.0 * z_loss, softcap,
+        rows, grad, target.contiguous(), lse, lse if dloss is None else dloss.contiguous(),
+        lse if divisor is None else divisor, rows.stride(0), grad.stride(0), num_cols, num_blocks, vocab_start,
+        ignore_index, 1.0 - label_smoothing, label_smoothing / num_classes, 2.0 * z_loss, softcap,
         2.0 / (softcap or 1.0),
     )  # fmt: skip
-    constants = {"COMPUTE": triton_dtype(logits.dtype), "SOFTCAP": softcap > 0.0, "BLOCK_COL": block}
-    return Launch(_loss_grad_reduced, (num_rows * num_blocks,), arguments, constants, _GRAD_WARPS)
-
-
-def grad_launch(
-    logits: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, dloss: torch.Tensor, vocab_start: int,
-    num_classes: int, label_smoothing: float, z_loss: float, softcap: float, grad: torch.Tensor,
-) -> Launch:  # fmt: skip
-    """grad [n, V_local] (unit stride in V_local) is the output; it may be `logits` itself."""
-    rows = rows_of(logits)
-    num_rows, num_cols = rows.shape
-    block = min(_GRAD_BLOCK, next_power_of_two(num_cols))
-    num_blocks = triton.cdiv(num_cols, block)
-    arguments = (
-        rows, grad, target.contiguous(), lse.contiguous(), dloss.contiguous(), rows.stride(0), grad.stride(0),
-        num_cols, num_blocks, vocab_start, 1.0 - label_smoothing, label_smoothing / num_classes, 2.0 * z_loss,
-        softcap, 2.0 / (softcap or 1.0),
-    )  # fmt: skip
-    constants = {"COMPUTE": triton_dtype(logits.dtype), "SOFTCAP": softcap > 0.0, "BLOCK_COL": block}
+    constants = {
+        "COMPUTE": triton_dtype(logits.dtype),
+        "REDUCED": divisor is not None,
+        "GIVEN": dloss is not None,
+        "SOFTCAP": softcap > 0.0,
+        "BLOCK_COL": block,
+    }
     return Launch(_loss_grad, (num_rows * num_blocks,), arguments, constants, _GRAD_WARPS)

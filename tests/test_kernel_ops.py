@@ -13,6 +13,7 @@ from tests.cases import interpret, needs_interpreter, normal
 OPS = torch.ops.plait
 RNG = torch.tensor([1, 2])
 TOKENS = torch.tensor([[0, 3, 7], [5, 4, 2]])
+NUMBER = torch.tensor(3.0, dtype=torch.float64)
 CU = torch.tensor([0, 2, 5], dtype=torch.int32)
 
 
@@ -86,20 +87,26 @@ CASES = {
         (_c(3, 9), TOKENS[0], _c(3), _c(3)[0] + 9.0, _c(3)[1].clone(), 1, 0.1, 0.1, 2.0),
         (_c(9, 3).t(), TOKENS[0], _c(3), _c(0), _c(3, seed=1), 1, 0.0, 0.0, 0.0),
     ],
+    "linear_cross_entropy": [
+        (_c(3, 4), _c(9, 4), TOKENS[0], 1, 2, 0, 9, 0.1, 0.1, 2.0),
+        (_c(4, 3).t(), _c(9, 4), TOKENS[0], -100, 0, 0, 9, 0.0, 0.0, 0.0),
+    ],
     "linear_cross_entropy_stats": [(_c(3, 4), _c(9, 4), TOKENS[0], 0, 0.0)],
     "linear_cross_entropy_grad": [
         (_c(3, 4), _c(9, 4), TOKENS[0], _c(3), _c(3), _c(9, 4), 0, 9, 0.1, 0.1, 2.0, True),
         (_c(3, 4), _c(9, 4), TOKENS[0], _c(3), _c(3), None, 0, 9, 0.0, 0.0, 0.0, False),
         (_c(4, 3).t(), _c(0, 4), TOKENS[0], _c(3), _c(3), _c(0, 4), 9, 9, 0.0, 0.0, 0.0, True),
+        (_c(3, 4), _c(9, 4), TOKENS[0], _c(3), _c(3)[0].clone(), None, 0, 9, 0.1, 0.1, 2.0, True, NUMBER, 1),
     ],
     "linear_cross_entropy_once": [
-        (_c(3, 4), _c(9, 4), TOKENS[0], _c(3), 0, 9, 0.1, 0.1, 2.0, True, True, None),
-        (_c(4, 3).t(), _c(9, 4), TOKENS[0], _c(3), 0, 9, 0.0, 0.0, 0.0, False, False, None),
-        (_c(3, 4), _c(9, 4), TOKENS[0], _c(3), 0, 9, 0.1, 0.1, 2.0, True, True, _c(9, 4)),
+        (_c(3, 4), _c(9, 4), TOKENS[0], _c(3), 1, 0, 0, 9, 0.1, 0.1, 2.0, True, True, None),
+        (_c(4, 3).t(), _c(9, 4), TOKENS[0], None, 1, 2, 0, 9, 0.0, 0.0, 0.0, False, False, None),
+        (_c(3, 4), _c(9, 4), TOKENS[0], _c(3)[0].clone(), 1, 1, 0, 9, 0.1, 0.1, 2.0, True, True, _c(9, 4)),
     ],
     "linear_cross_entropy_grad_new": [
         (_c(3, 4), _c(9, 4), TOKENS[0], _c(3), _c(3), 0, 9, 0.1, 0.1, 2.0, True),
         (_c(4, 3).t(), _c(9, 4), TOKENS[0], _c(3), _c(3), 0, 9, 0.0, 0.0, 0.0, False),
+        (_c(3, 4), _c(9, 4), TOKENS[0], _c(3), _c(3)[0].clone(), 0, 9, 0.1, 0.1, 2.0, True, NUMBER, 1),
     ],
     "l2_norm_squared": [([_c(3), _c(2, 2)],)],
     "adamw_": [
@@ -154,6 +161,7 @@ def test_opcheck(name, arguments):
             "activation_grad",
             "cross_entropy",
             "cross_entropy_grad",
+            "linear_cross_entropy",
             "linear_cross_entropy_stats",
             "linear_cross_entropy_grad",
             "linear_cross_entropy_once",

@@ -363,6 +363,22 @@ def test_a_loss_scale_told_beforehand_keeps_small_fp16_gradients():
     assert (got[1].double() - want[1]).norm() <= 2e-3 * want[1].norm() < (lost[1].double() - want[1]).norm()
 
 
+def test_micro_batches_add_to_a_main_gradient_as_docs_kernels_shows():
+    """Sums over micro-batches of different length, divided by the tokens of all that count; a view of a buffer."""
+    weight, buffer = normal(11, 4, seed=1).requires_grad_(), torch.zeros(3, 11, 4, dtype=torch.float64)
+    batches = [(normal(n, 4, seed=n).requires_grad_(), targets(n, seed=n)) for n in (9, 5)]
+    batches[0][1][2] = -100
+    divisor = 13
+    for x, target in batches:
+        how = {"reduction": "sum", "weight_grad_out": buffer[1], "loss_grad": 1 / divisor}
+        (linear_cross_entropy(x, weight, target, **how) / divisor).backward()
+    plain = sum(linear_cross_entropy_ref(x, weight, target, reduction="sum") for x, target in batches) / divisor
+    want = torch.autograd.grad(plain, [weight, *[x for x, _ in batches]])
+    assert weight.grad is None and (buffer[::2] == 0).all()
+    for a, b in zip((buffer[1], *[x.grad for x, _ in batches]), want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_micro_batches_add_to_one_buffer_in_any_order():
     """Both forwards before the first backward, which writes what the other has seen."""
     out, weight = torch.full((11, 4), 5.0, dtype=torch.float64), normal(11, 4, seed=1).requires_grad_()
@@ -548,12 +564,12 @@ def test_the_rows_of_a_gpu_chunk_and_its_bytes():
         (4096, 128_256, 768), (8192, 128_256, 1408), (16_384, 128_256, 1536), (1024, 128_256, 512),
         (8192, 16_032, 896), (99_999, 300_000, 1536), (8192, 1000, 8192), (5, 1, 5),
     ):  # fmt: skip
-        chunks = loss_chunks._chunks(num_rows, num_local, 4096, on_gpu=True)
+        chunks = loss_chunks.chunks_of(num_rows, num_local, 4096, on_gpu=True)
         assert chunks[0].stop == step and chunks[-1].stop == num_rows
         assert sum(c.stop - c.start for c in chunks) == num_rows
         assert all(c.stop - c.start == step for c in chunks[:-1])
     room = loss_chunks._chunk_like(
-        torch.empty(4096, 1, device="meta"), loss_chunks._chunks(4096, 50_257, 768, True), 50_257, torch.half
+        torch.empty(4096, 1, device="meta"), loss_chunks.chunks_of(4096, 50_257, 768, True), 50_257, torch.half
     )
     assert room.shape == (768, 50_257) and room.stride() == (50_272, 1)
 
