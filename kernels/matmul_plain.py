@@ -1,5 +1,7 @@
 """The oracles of matmul.py in plain torch: fp32 inside, fp64 for fp64; no cleverness."""
 
+import math
+
 import torch
 
 from plait.kernels.activations import ACTIVATIONS, activate, activation_grad
@@ -60,7 +62,8 @@ def linear_dgrad_ref(
 def linear_wgrad_ref(x: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
     """The oracle of linear_wgrad, in the compute dtype."""
     dtype = compute_dtype(x.dtype)
-    return dout.to(dtype).reshape(-1, dout.shape[-1]).t() @ x.to(dtype).reshape(-1, x.shape[-1])
+    tokens = math.prod(x.shape[:-1])
+    return dout.to(dtype).reshape(tokens, dout.shape[-1]).t() @ x.to(dtype).reshape(tokens, x.shape[-1])
 
 
 def linear_swiglu_ref(x: torch.Tensor, gate_up_weight: torch.Tensor) -> torch.Tensor:

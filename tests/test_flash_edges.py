@@ -408,11 +408,21 @@ def _strided(draw, shape, seed):
     return normal(*shape, seed=seed)
 
 
+def _documents(draw, count):
+    """(cu_seqlens, rows of the batch): lengths of `count` documents, none of them too, and slack behind the last."""
+    lengths = [draw(st.sampled_from((0, 1, 2, 7, 16, 19))) for _ in range(count)]
+    ends = list(itertools.accumulate(lengths, initial=0))
+    return _int32(*ends), ends[-1] + draw(st.integers(0, 3))
+
+
 @st.composite
-def _calls(draw):
+def _calls(draw, packed=False):
     """Arguments of one call, with the masks that leave every row at least one key or a sink."""
     group, kv_heads, batch = (draw(st.integers(1, 2)) for _ in range(3))
     num_tokens, num_keys = draw(st.integers(1, 35)), draw(st.integers(1, 35))
+    if packed:
+        count, batch = draw(st.integers(1, 4)), 1
+        (cu_q, num_tokens), (cu_k, num_keys) = (_documents(draw, count) for _ in range(2))
     width, value_width = draw(st.integers(1, 20)), draw(st.integers(1, 20))
     heads = group * kv_heads
     shapes = (
@@ -428,6 +438,8 @@ def _calls(draw):
         options["softcap"] = 2.0
     if draw(st.booleans()):
         options |= {"dropout_p": 0.25, "rng": RNG}
+    if packed:
+        options["cu_seqlens"] = (cu_q, cu_k)
     return tensors, options
 
 
@@ -437,6 +449,29 @@ def _calls(draw):
 def test_random_shapes_strides_and_switches_agree_with_the_oracle(path, call):
     tensors, options = call
     compare(lambda *x: attention(*x, **options), lambda *x: attention_ref(*x, **options), *tensors)
+
+
+@both
+@pytest.mark.parametrize("sinks", [True, False])
+@settings(max_examples=4 if INTERPRETED else 25, deadline=None, derandomize=True)
+@given(_calls(packed=True))
+def test_random_pairs_of_documents_agree_with_the_oracle(path, sinks, call):
+    """Other lengths for queries and keys, documents of either side empty, rows that see no key, slack."""
+    tensors, options = call
+    options = options if sinks else {**options, "sinks": None}
+    leaves, wide = ([x.detach().requires_grad_() for x in tensors] for _ in range(2))
+    out, lse = attention(*leaves, **options)
+    want, want_lse = attention_ref(*wide, **options)
+    torch.testing.assert_close((out, lse), (want, want_lse))
+    dout, dlse = normal(*out.shape, seed=8), normal(*lse.shape, seed=9)
+    got = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    seen = want_lse.isfinite()  # the lse of the others has no gradient, which the oracle makes NaN
+    loss = (want * dout).sum() + torch.where(seen, want_lse, 0.0).mul(dlse.where(seen, 0.0)).sum()
+    if not loss.requires_grad:  # no document has a key and a query
+        assert all((x == 0).all() for x in got)
+        return
+    expected = torch.autograd.grad(loss, wide, allow_unused=True, materialize_grads=True)
+    torch.testing.assert_close(got, expected)
 
 
 def test_more_bad_input_is_refused():
