@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from plait.bench import suite_kernels
+from plait.bench.cli import budget_of
 from plait.bench.kernel_problems import PROBLEMS
 from plait.bench.kernel_shapes import BACKWARD, BOTH, CUDA_SHAPES, FORWARD, cases, make_case, parts_of
 from plait.bench.problem import EPS, Problem
@@ -152,3 +153,11 @@ def test_every_op_has_the_shapes_of_each_model_and_an_odd_one(op):
         assert any(belongs(op, shape, model) for shape in shapes), f"{op}: no shape of {name}"
     sizes = ("rows", "cols", "tokens", "elements", "vocab")
     assert any(shape.get(size, 0) % 2 for shape in shapes for size in sizes), f"{op}: no odd shape"
+
+
+def test_the_default_run_on_a_card_has_time_for_its_compilers_and_ends_within_ten_minutes():
+    """120 s for 20 cases with compiled peers ended as "not measured: the budget is spent", exit code 1."""
+    small = cases(False, "cuda")
+    assert {case.params["op"] for case in small} == set(CUDA_SHAPES)
+    assert suite_kernels.SMALL_S["cuda"] >= 20.0 * len(small) and suite_kernels.SMALL_S["cuda"] <= 480.0
+    assert budget_of(suite_kernels.SUITE, full=False) == suite_kernels.SMALL_S[suite_kernels.here()]
