@@ -44,6 +44,17 @@ def _positive(text: str) -> float:
     return value
 
 
+def _limits(text: str) -> list[float]:
+    return [_positive(part) for part in text.split(",")]
+
+
+def _chunks(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and 0 < int(part) <= _MOST_CELLS for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r}: valid are integers >= 1, comma separated")
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="plait schedule", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -58,9 +69,10 @@ def _parser() -> argparse.ArgumentParser:
         needed = command is find
         command.add_argument("--ranks", type=int, required=needed, help="ranks of the pipeline axis")
         command.add_argument("--microbatches", type=int, required=needed)
-        command.add_argument(
-            "--chunks", type=int, help="stages per rank, where a schedule leaves it open (default 2)"
-        )
+        if not needed:
+            command.add_argument(
+                "--chunks", type=int, help="stages per rank, where a schedule leaves it open (default 2)"
+            )
         command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     for command in (show, compare, find):
         command.add_argument("--costs", help=COSTS)
@@ -75,10 +87,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_argument("--blocking", action="store_true", help="also with blocking sends and receives")
     find.add_argument(
+        "--chunks", type=_chunks, default=(1, 2), help="stages per rank to try, comma separated (default 1,2)"
+    )
+    find.add_argument(
         "--memory",
-        type=_positive,
-        help="most that a rank holds: micro-batches, or in the unit of the costs' activations (default: --ranks "
-        "micro-batches of the rank's own stages)",
+        type=_limits,
+        help="most that a rank holds, or each rank, comma separated: micro-batches, or in the unit of the costs' "
+        "activations (default: --ranks micro-batches of the rank's own stages)",
     )
     find.add_argument("--no-split", action="store_true", help="the backward cannot be taken apart into I and W")
     find.add_argument("--objective", choices=OBJECTIVES, default="makespan")
@@ -269,9 +284,9 @@ def _search(args: argparse.Namespace) -> None:
         args.ranks,
         args.microbatches,
         costs,
-        memory_limit=args.memory,
+        memory_limit=args.memory[0] if args.memory and len(args.memory) == 1 else args.memory,
         split=not args.no_split,
-        chunks=(1, 2) if args.chunks is None else (args.chunks,),
+        chunks=args.chunks,
         objective=args.objective,
     )
     prices = shared(costs, found)

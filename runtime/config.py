@@ -24,6 +24,7 @@ WIRE_DTYPES = ("float32", "bfloat16")
 SAVE = ("steps", "auto")
 MEASURED = "measured"  # the size of buckets that the links of this start ask for
 MOST_BUCKET_MIB = 4096
+BALANCED = "balanced"
 SEARCH = "search"  # the schedule that is cheapest for the model by the planner's costs
 
 # What a preset sets beside the model of the same name. `tiny` is sized for 8 ranks on 2 cores in one to two
@@ -54,6 +55,7 @@ class RunConfig:
     out: Path = Path("runs/default")
     data: Path | None = None  # None: the standard library's source
     schedule: str = "1f1b"
+    layers_of: str | None = None  # layers per stage, comma separated, or "balanced"; None: as even as can be
     chunks: int = 2  # stages a rank holds under interleaved and looped_bfs
     recompute: str = "none"
     zero: int = 1
@@ -89,6 +91,8 @@ HELP = {
     "data": "a text file to train on (default: the standard library's source)",
     "schedule": f"pipeline schedule: {', '.join(NAMES)}; a CSV file of `plait schedule`; or {SEARCH}: the cheapest "
     "by the model's estimated costs, with 1 or 2 stages a rank and at most the activations of 1f1b",
+    "layers_of": "layers of each pipeline stage, e.g. 3,4,4,2; or balanced: the busiest rank, embedding and head "
+    "counted, has the least work (default: as even as can be)",
     "chunks": "stages a rank holds under interleaved and looped_bfs",
     "recompute": f"activations to recompute: {', '.join(RECOMPUTE)}",
     "zero": "sharded over dp: 0 nothing, 1 the optimizer state, 2 gradients too, 3 weights too (FSDP2)",

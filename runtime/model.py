@@ -7,7 +7,7 @@ so that a full state can be put together from any grid and cut for any other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -146,11 +146,12 @@ def _named_weight(weight: nn.Parameter) -> nn.Module:
     return result
 
 
-def plan_stages(config: ModelConfig, schedule: Schedule | None) -> StagePlan:
-    """Spreads the layers over the stages of a schedule; None: one stage."""
+def plan_stages(config: ModelConfig, schedule: Schedule | None, layers_of: Sequence[int] | None = None) -> StagePlan:
+    """Spreads the layers over the stages of a schedule; None: one stage. `layers_of`: how many each has."""
     if schedule is None:
         return StagePlan((range(config.num_layers),), (0,))
-    return StagePlan(split_layers(config.num_layers, schedule.num_stages), tuple(schedule.stage_to_rank))
+    layers = split_layers(config.num_layers, schedule.num_stages, layers_of)
+    return StagePlan(layers, tuple(schedule.stage_to_rank))
 
 
 def build_stages(
@@ -163,13 +164,15 @@ def build_stages(
     sequence_parallel: bool = False,
     recompute: Policy = "none",
     dropout: float = 0.0,
+    layers_of: Sequence[int] | None = None,
 ) -> dict[int, LlamaStage]:
     """This rank's stages by index, on the mesh's device; communicates nothing.
 
-    `seed` draws the weights, the same bits on every grid; None leaves them as allocated, to be loaded. ValueError
-    names what does not fit: heads or ffn and tp, layers and stages, the schedule and the pp axis.
+    `seed` draws the weights, the same bits on every grid; None leaves them as allocated, to be loaded. `layers_of`:
+    layers of each stage of the schedule; None: as even as can be. ValueError names what does not fit: heads or ffn
+    and tp, layers and stages, the schedule and the pp axis.
     """
-    plan = plan_stages(config, schedule)
+    plan = plan_stages(config, schedule, layers_of)
     axis, pp = mesh.axis("tp"), mesh.axis("pp")
     config.check_tp(axis.size)
     if max(plan.stage_to_rank) + 1 != pp.size:

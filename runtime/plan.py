@@ -18,7 +18,7 @@ import torch
 
 from plait.block import Options
 from plait.ckpt.folders import step_folders
-from plait.config import SEARCH, ConfigError, RunConfig, flag_of
+from plait.config import BALANCED, SEARCH, ConfigError, RunConfig, flag_of, is_step
 from plait.data import Corpus, check_batch, open_corpus
 from plait.identity import Identity, check_source
 from plait.model import LlamaStage, plan_stages
@@ -26,7 +26,18 @@ from plait.model_config import ModelConfig, model_config
 from plait.parallel.data import check_zero3
 from plait.parallel.gradients import inseparable
 from plait.parallel.mesh import Axis, GridShape, check_grid, parse_mesh
-from plait.parallel.schedules import ANY_CHUNKS, Part, Schedule, build, from_csv, layer_costs, search
+from plait.parallel.schedules import (
+    ANY_CHUNKS,
+    LayerCosts,
+    Part,
+    Schedule,
+    balanced_layers,
+    build,
+    from_csv,
+    layer_costs,
+    search,
+    split_layers,
+)
 
 MOST_MICROBATCHES = 1 << 16  # of a rank in a step: the schedule is built and proved action by action, 1 us each
 EVAL_BATCHES = 4  # held-out global batches at the end of a run
@@ -42,6 +53,7 @@ class RunPlan:
     schedule: Schedule
     num_microbatches: int
     corpus: Corpus
+    layers_of: tuple[int, ...] | None = None  # layers per stage; None: as even as can be
 
     @property
     def world_size(self) -> int:
@@ -77,6 +89,8 @@ def make_plan(config: RunConfig) -> RunPlan:
     with _flags(config, "mesh", "schedule"):
         schedule = make_schedule(config, pp, num_microbatches, tied=model.tied)
         schedule.check()
+    with _flags(config, "mesh", "layers_of"):
+        layers_of = _layers_of(config, model, schedule)
     _check_wire(config, math.prod(sizes.values()))
     if config.zero == 3:
         with _flags(config, "zero", *(["node_size"] if config.node_size else [])):
@@ -92,7 +106,7 @@ def make_plan(config: RunConfig) -> RunPlan:
         corpus.held_out_windows(config.seq)
     _check_out(config.out)
     _check_json(config.json)
-    plan = RunPlan(config, model, sizes, schedule, num_microbatches, corpus)
+    plan = RunPlan(config, model, sizes, schedule, num_microbatches, corpus, layers_of)
     _check_from(config)
     check_source(config, plan.identity)
     return plan
@@ -177,11 +191,36 @@ def _found(config: RunConfig, pp: int, num_microbatches: int) -> Schedule:
     """The cheapest schedule for the preset's model; none with I and W where backward cannot be split. A pure function
     of the run, so that every start of it and every rank finds the same one."""
     model = model_config(config.preset)
-    sizes = {name: getattr(model, name) for name in _SIZES}
-    costs = layer_costs(**sizes, seq=config.seq, rows=config.micro_batch)
+    costs = replace(_costs(config, model), layers_of=_counts(config))
     products = costs.head.forward + costs.head.input + costs.head.weight  # all in F; the gradient of its input waits
     costs = replace(costs, head=Part(products, activation=costs.embedding.activation))
     return search(pp, num_microbatches, costs, split=config.zero != 3 and not inseparable(one_block_model(model)))
+
+
+def _costs(config: RunConfig, model: ModelConfig) -> LayerCosts:
+    """The model's, by FLOP, for a micro-batch of the run."""
+    sizes = {name: getattr(model, name) for name in _SIZES}
+    return layer_costs(**sizes, seq=config.seq, rows=config.micro_batch)
+
+
+def _counts(config: RunConfig) -> tuple[int, ...] | None:
+    """The counts that --layers-of lists; None where it lists none."""
+    if config.layers_of in (None, BALANCED):
+        return None
+    parts = str(config.layers_of).split(",")
+    if not all(is_step(part.strip()) and len(part) < 9 for part in parts):
+        raise ValueError(f"it takes layers per stage, comma separated, or {BALANCED}")
+    return tuple(map(int, parts))
+
+
+def _layers_of(config: RunConfig, model: ModelConfig, schedule: Schedule) -> tuple[int, ...] | None:
+    """Layers per stage of the schedule; None: as even as can be."""
+    if config.layers_of == BALANCED:
+        return balanced_layers(_costs(config, model), schedule.stage_to_rank)
+    counts = _counts(config)
+    if counts is not None:
+        split_layers(model.num_layers, schedule.num_stages, counts)
+    return counts
 
 
 _SIZES = ("dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_dim", "vocab_size")

@@ -43,9 +43,10 @@ class Reporter:
         """Says what will be trained, and from where."""
         config, model = self.plan.config, self.plan.model
         grid = " x ".join(f"{name} {size}" for name, size in self.plan.sizes.items())
+        layers = f" of {', '.join(map(str, self.plan.layers_of))} layers" if self.plan.layers_of else ""
         self.note(
-            f"{config.preset}: {num_parameters(model):,} parameters, grid {grid}, {self.plan.schedule.name} with"
-            f" {self.plan.num_microbatches} micro-batches, zero {config.zero}, {config.dtype},"
+            f"{config.preset}: {num_parameters(model):,} parameters, grid {grid}, {self.plan.schedule.name}{layers}"
+            f" with {self.plan.num_microbatches} micro-batches, zero {config.zero}, {config.dtype},"
             f" text {self.plan.corpus.path.name} ({self.plan.corpus.num_bytes:,} bytes)"
         )
         if resumed:

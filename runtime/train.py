@@ -80,6 +80,7 @@ class Trainer:
             sequence_parallel=config.sequence_parallel,
             recompute=cast(Policy, config.recompute),
             dropout=config.dropout,
+            layers_of=plan.layers_of,
         )
         self.dp = _data_parallel(plan, mesh, stages)
         self.optimizer = ShardedAdamW(self.dp, betas=BETAS, eps=EPS)

@@ -382,6 +382,17 @@ def test_computing_on_a_sharded_stage_is_rejected():
     lane.remove(next(a for a in lane if a.op is Op.UNSHARD))
     with pytest.raises(ScheduleError, match="missing 0UNSHARD before it"):
         edited(lowered, 0, lane).check()
+    own = list(lowered.lanes[0])
+    gathered = own.index(Action(0, Op.UNSHARD))
+    edits = {
+        "0UNSHARD: duplicated: the stage is gathered already": [own[gathered]],
+        "rank 0 action 0F0: missing 0UNSHARD before it": [own[gathered], Action(0, Op.RESHARD)],
+        "rank 0 action 0RESHARD: missing 0UNSHARD before it": [Action(0, Op.RESHARD), own[gathered]],
+    }
+    for message, instead in edits.items():
+        extra = own[gathered + 1 :] if len(instead) > 1 else own[gathered:]
+        with pytest.raises(ScheduleError, match=message):
+            edited(lowered, 0, [*own[:gathered], *instead, *extra]).check()
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,12 @@ BAD = (
         "--global-batch 4 --micro-batch 3",
         "--mesh dp=1, --global-batch 4, --micro-batch 3: global_batch is 4; it must be a multiple of dp x",
     ),
+    (
+        "--mesh pp=2 --layers-of 1,2",
+        "--mesh pp=2, --layers-of 1,2: layers_of=[1, 2]: must be 2 counts, one per stage, of 1 or more, that add up",
+    ),
+    ("--mesh pp=2 --layers-of 4,0", "--mesh pp=2, --layers-of 4,0: layers_of=[4, 0]: must be 2 counts"),
+    ("--mesh pp=2 --layers-of 2;2", "--mesh pp=2, --layers-of 2;2: it takes layers per stage, comma separated, or"),
     ("--mesh dp=1 --zero 3", "--zero 3: zero=3 shards over dp, which has one rank; use zero=0"),
     ("--mesh dp=2,pp=2 --zero 3 --schedule zb_h1", "--zero 3: zero=3 with schedule zb_h1: it splits backward"),
     (
@@ -79,6 +85,16 @@ def test_a_plan_holds_a_checked_schedule(tmp_path: Path, schedule: str) -> None:
     assert plan.world_size == 8 and plan.num_microbatches == 4
     assert plan.schedule.num_ranks == 2 and plan.schedule.tied
     assert plan.schedule.num_stages == (4 if schedule == "interleaved" else 2)
+
+
+def test_layers_per_stage_are_listed_or_balanced(tmp_path: Path) -> None:
+    """The planner's counts reach the model: they could be priced but not trained with."""
+    flags = f"--mesh pp=2 --out {tmp_path / 'run'} --layers-of"
+    assert make_plan(parse(f"{flags} 3,1".split())).layers_of == (3, 1)
+    assert make_plan(parse(f"{flags} 1,1,1,1 --schedule search".split())).schedule.num_stages == 4
+    plan = make_plan(parse(f"{flags} balanced --preset 125m --global-batch 4 --seq 64".split()))
+    assert plan.layers_of is not None and sum(plan.layers_of) == plan.model.num_layers
+    assert plan.layers_of[0] > plan.layers_of[1], "the head counts"
 
 
 def uses_w(plan: plait.plan.RunPlan) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -72,6 +74,14 @@ def test_lists_fix_the_stages_and_uneven_ones_are_priced():
     assert found.simulate(costs).makespan <= zb_h1(4, 8).simulate(costs).makespan
     two = search(2, 8, costs, memory_limit=6)
     assert two.num_stages == 4 and two.num_ranks == 2
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_more_chunks_are_tried_where_they_are_asked_for(split):
+    """Interleaved with four chunks is better than with two where backward is whole and memory is there."""
+    best = min(build("interleaved", 4, 8, chunks).simulate().makespan for chunks in (1, 2, 4))
+    found = search(4, 8, memory_limit=8, split=split, chunks=(1, 2, 4))
+    assert found.simulate().makespan <= best == 26.25
 
 
 def test_held_counts_queued_weight_gradients():
@@ -145,5 +155,11 @@ def test_command_line_compares_and_searches(capsys, tmp_path):
     assert "held at most 2 micro-batches" in capsys.readouterr().out
     assert main(["compare", "1f1b", str(table), "--ranks", "2", "--microbatches", "4"]) == 0
     assert main([*asked, "--no-split"]) == 0
+    capsys.readouterr()
+    assert (
+        main(["search", "--ranks", "2", "--microbatches", "4", "--chunks", "1,4", "--memory", "2.5,2", "--json"]) == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert found["stages"] in (2, 8) and found["peak_memory"][0] <= 2.5 and found["peak_memory"][1] <= 2
     assert main(["search", "--ranks", "2", "--microbatches", "4", "--memory", "0.2"]) == 1
     assert "nothing fits" in capsys.readouterr().err

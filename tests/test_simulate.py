@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -12,6 +14,7 @@ from plait.parallel.schedules import (
     Costs,
     LayerCosts,
     Part,
+    balanced_layers,
     build,
     gpipe,
     interleaved,
@@ -19,6 +22,7 @@ from plait.parallel.schedules import (
     one_f_one_b,
     parse_csv,
     shared,
+    split_layers,
     timeline,
     zb_h1,
 )
@@ -198,11 +202,35 @@ def test_layers_embedding_and_head_become_stages():
 
 @pytest.mark.parametrize(
     "layers_of, num_stages, message",
-    [((2, 2, 2), 2, "3 stages with 6 layers; the schedule has 2"), ((2, 2), 2, "2 stages with 4 layers")],
+    [
+        ((2, 2, 2), 2, "layers_of=.2, 2, 2.: must be 2 counts, one per stage, of 1 or more, that add up to 6"),
+        ((2, 2), 2, "layers_of=.2, 2.: must be 2 counts"),
+        ((0, 6), 2, "layers_of=.0, 6.: must be 2 counts"),
+    ],
 )
 def test_layers_that_do_not_fit_the_stages_are_refused(layers_of, num_stages, message):
     with pytest.raises(ValueError, match=message):
         LayerCosts(6, Part(1, 1, 1), layers_of=layers_of).stages(num_stages)
+
+
+@pytest.mark.parametrize("num_layers", [4, 7, 8, 13])
+@pytest.mark.parametrize("place", [(0, 1), (0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0)], ids=str)
+@pytest.mark.parametrize("ends", [(0, 0), (0, 3.5), (2, 0), (1, 2)], ids=str)
+def test_balanced_layers_leave_the_busiest_rank_the_least_work(num_layers, place, ends):
+    """Held against every way to cut the layers."""
+    costs = LayerCosts(num_layers, Part(1, 1, 1), Part(ends[0], 0, 0), Part(0, ends[1], ends[1]))
+
+    def busiest(counts):
+        made = replace(costs, layers_of=tuple(counts)).stages(len(place))
+        work = [f + b for f, b in zip(made.forward, made.backward, strict=True)]
+        return max(sum(w for w, r in zip(work, place, strict=True) if r == rank) for rank in place)
+
+    found = balanced_layers(costs, place)
+    cuts = itertools.combinations(range(1, num_layers), len(place) - 1)
+    ways = [[b - a for a, b in itertools.pairwise((0, *cut, num_layers))] for cut in cuts]
+    assert list(found) in ways and busiest(found) == pytest.approx(min(map(busiest, ways)))
+    if ends == (0, 0) and len(set(place)) == len(place):
+        assert found == tuple(len(layers) for layers in split_layers(num_layers, len(place)))
 
 
 @pytest.mark.parametrize("preset", MODELS)

@@ -122,7 +122,9 @@ def test_a_snapshot_goes_to_another_grid(
 
 def test_the_loss_does_not_depend_on_the_grid(tmp_path: Path) -> None:
     losses = []
-    for index, grid in enumerate(["dp=1", "dp=2,tp=2", "pp=4", "dp=2,pp=2 --zero 0 --schedule gpipe"]):
+    for index, grid in enumerate(
+        ["dp=1", "dp=2,tp=2", "pp=4", "dp=2,pp=2 --zero 0 --schedule gpipe --layers-of 3,1"]
+    ):
         run(f"--mesh {grid} --steps 5 --dropout 0.1 --out {tmp_path / str(index)}")
         losses.append(metrics(tmp_path / str(index))["loss"])
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-4)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from plait.parallel.schedules.action import Action, Op, ScheduleError, pair
 from plait.parallel.schedules.check import CheckReport
-from plait.parallel.schedules.costs import Costs, LayerCosts, Part, layer_costs, shared
+from plait.parallel.schedules.costs import Costs, LayerCosts, Part, balanced_layers, layer_costs, shared
 from plait.parallel.schedules.dual_pipe_v_schedule import dual_pipe_v
 from plait.parallel.schedules.gpipe_schedule import gpipe
 from plait.parallel.schedules.interleaved_schedule import interleaved
@@ -38,6 +38,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Timeline",
+    "balanced_layers",
     "build",
     "dual_pipe_v",
     "from_csv",

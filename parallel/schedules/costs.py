@@ -119,15 +119,7 @@ class LayerCosts:
 
     def stages(self, num_stages: int) -> Costs:
         """The costs per stage; ValueError where the layers cannot be cut so."""
-        if self.layers_of is None:
-            counts = tuple(len(layers) for layers in split_layers(self.num_layers, num_stages))
-        else:
-            counts = self.layers_of
-            if len(counts) != num_stages or sum(counts) != self.num_layers:
-                raise ValueError(
-                    f"costs: layers_of has {len(counts)} stages with {sum(counts)} layers; the schedule has "
-                    f"{num_stages} stages and the model {self.num_layers} layers"
-                )
+        counts = [len(layers) for layers in split_layers(self.num_layers, num_stages, self.layers_of)]
         ends = (0, num_stages - 1)
         rows = [
             [
@@ -147,6 +139,26 @@ class LayerCosts:
             deferred=self.deferred,
             split=self.split,
         )
+
+
+def balanced_layers(costs: LayerCosts, stage_to_rank: Sequence[int]) -> tuple[int, ...]:
+    """Layers per stage so that the busiest rank, embedding and head counted, does the least that it can.
+
+    Every stage has one; each further layer goes to the rank with least to do, there to the stage with least. As all
+    layers cost the same no other counts do better. Costs as even as the layers give `split_layers`' counts.
+    """
+    num_stages = len(stage_to_rank)
+    counts = [1] * len(split_layers(costs.num_layers, num_stages))  # which refuses too few layers
+    layer, embedding, head = (sum(part[:3]) for part in (costs.layer, costs.embedding, costs.head))
+    work: list[Time] = [
+        layer + (stage == 0) * embedding + (stage == num_stages - 1) * head for stage in range(num_stages)
+    ]
+    while sum(counts) < costs.num_layers:
+        ranks = [sum(w for w, r in zip(work, stage_to_rank, strict=True) if r == rank) for rank in stage_to_rank]
+        least = min(range(num_stages), key=lambda stage: (ranks[stage], work[stage], stage))
+        counts[least] += 1
+        work[least] += layer
+    return tuple(counts)
 
 
 AnyCosts = Costs | LayerCosts
