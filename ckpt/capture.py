@@ -7,6 +7,7 @@ Not a writer. The one idea: the pool has the layout of the data file, so that wr
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,7 +62,8 @@ class Capturer:
     """Owns the staging pool. Thread rule: the training thread, while no write of the last capture runs.
 
     pool_bytes: 0, or all the staging memory there may be, taken now; a larger state then goes through it in slabs.
-    pin: page-lock the pool for CUDA; None: when CUDA is in use as the pool is made.
+    pin: page-lock the pool for CUDA; None: when CUDA is in use, at the latest for the first state on a device, or
+    not at all, with a warning, where the driver refuses.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Capturer:
         self._new_streams = streams
         self._streams: dict[torch.device, Streams] = {}
         self._plan: _Plan | None = None
+        self._refused = False  # by the driver: pin=None goes on without
         self.guards = Guards()
         self.plans_made = 0
         self.pool: _C.StagingPool | None = self._new_pool(max(pool_bytes, MIN_POOL_BYTES)) if pool_bytes else None
@@ -90,7 +93,9 @@ class Capturer:
         """
         plan = self._planned(flat)
         _hold(flat, plan)
-        self._pool_of(len(plan.layout.header) + plan.layout.data_bytes + extra_bytes)
+        pool = self._pool_of(len(plan.layout.header) + plan.layout.data_bytes + extra_bytes)
+        if plan.on_device:
+            self._pin_once(pool)
 
     def begin(self, step: int, flat: Flat) -> Captured:
         """Encodes all values and plans the copies; StateError names what cannot be stored. `finish` must follow."""
@@ -101,6 +106,8 @@ class Capturer:
         if not plan.layout.pieces:
             return captured
         pool = self._pool_of(captured.file_bytes)
+        if plan.on_device:
+            self._pin_once(pool)
         stage = _C.Stage(
             pool,
             plan.layout.header,
@@ -128,7 +135,7 @@ class Capturer:
             if on_device:
                 flight.device = self._copy_from_device(stage, pool, on_device, flat)
         for other in others:
-            source = bytes_of(flat.tensors[other.name].tensor, other.start, other.stop).cpu()
+            source = bytes_of(flat.tensors[other.name].tensor, other.start, other.stop)
             for at, size in _cuts(other.file_offset, other.num_bytes, captured.slabs > 1):
                 target = torch.frombuffer(pool.view(stage.open(at, size), size), dtype=torch.uint8)
                 target.copy_(source[at - other.file_offset :][:size])
@@ -154,7 +161,9 @@ class Capturer:
             return torch.frombuffer(pool.view(stage.open(file_offset, num_bytes), num_bytes), dtype=torch.uint8)
 
         copies = DeviceCopies(stage.fill, stage.cancel)
-        pieces = [DevicePiece(flat.tensors[o.name].tensor, o.start, o.stop, o.file_offset, o.owner) for o in others]
+        pieces = [
+            DevicePiece(flat.tensors[o.name].tensor, o.start, o.stop, o.file_offset, o.owner, o.name) for o in others
+        ]
         copies.start(pieces, streams_of, host)
         return copies
 
@@ -201,8 +210,23 @@ class Capturer:
 
     def _new_pool(self, num_bytes: int) -> _C.StagingPool:
         capacity = max(_POOL_QUANTUM, -(-num_bytes // _POOL_QUANTUM) * _POOL_QUANTUM)
-        pin = torch.cuda.is_initialized() if self._pin is None else self._pin
-        return _C.StagingPool(capacity, self._threads, pin)
+        pool = _C.StagingPool(capacity, self._threads, self._pin is True)
+        if torch.cuda.is_initialized():
+            self._pin_once(pool, early=True)
+        return pool
+
+    def _pin_once(self, pool: _C.StagingPool, early: bool = False) -> None:
+        """With pin=None: page-locks the pool, or says once why copies from the device are slower without. early: that
+        may still come, with the first tensor on the device and so a context."""
+        if self._pin is not None or self._refused or pool.pinned:
+            return
+        try:
+            pool.pin()
+        except RuntimeError as error:
+            if early:
+                return
+            self._refused = True
+            warnings.warn(f"snapshots: the staging memory is not page-locked: {error}", RuntimeWarning, stacklevel=2)
 
 
 def _hold(flat: Flat, plan: _Plan) -> list[Held]:

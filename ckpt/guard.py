@@ -62,14 +62,18 @@ class Flight:
             [range_of(t) for t in (tensors if tensors is not None else [h.tensor for h in held]) if _on_host(t)]
         )
         if device is not None:
-            device.hold_writes(owner)
+            on_device = None if tensors is None else [range_of(t) for t in tensors if not _on_host(t)]
+            device.hold_writes(owner, on_device)
         self.fence_s += time.monotonic() - began
 
     def settle(self) -> None:
-        """The writing thread, after the last copy: TornSnapshot when a write came before its fence."""
+        """The writing thread, after the last copy (whose samples have been compared): TornSnapshot when a write came
+        before its fence."""
         with self._lock:
             if not self._over:
                 self._check(self._held)
+            if self.device is not None:
+                self._torn = self._torn or self.device.torn
         if self._torn is not None:
             raise self._error(self._torn)
 

@@ -18,7 +18,7 @@ from plait.ckpt.tables import TensorEntry
 
 MAX_GAP_BYTES = 64 << 10  # runs closer than this are read as one
 MAX_SPAN_BYTES = 16 << 20  # ... up to this much at once
-WINDOW_BYTES = 256 << 20  # host memory for spans that cannot go straight into their target
+WINDOW_BYTES = 128 << 20  # host memory for spans that cannot go straight into their target; of a device, two
 
 FileKey = tuple[int, int | None]  # a rank and a source_step: one data file of a snapshot
 
@@ -83,10 +83,10 @@ def _move(offset: int, length: int, held_shape: Shape, part: torch.Tensor, dtype
 
 
 def windows(moves: list[Move]) -> Iterable[list[Move]]:
-    """Cuts moves so that the staged bytes of each window fit WINDOW_BYTES (or are one span)."""
+    """Cuts moves so that the staged bytes of each window fit WINDOW_BYTES (or are one span that has gaps)."""
     window: list[Move] = []
     staged = 0
-    for move in moves:
+    for move in (part for whole in moves for part in _cut(whole)):
         need = 0 if move.direct else move.num_bytes
         if window and staged + need > WINDOW_BYTES:
             yield window
@@ -97,6 +97,22 @@ def windows(moves: list[Move]) -> Iterable[list[Move]]:
         yield window
 
 
+def _cut(move: Move) -> Iterable[Move]:
+    """Yields a move in parts of WINDOW_BYTES: one that goes through a window and has no gaps may be of any length."""
+    dense = move.num_bytes == move.target.numel() * move.source_dtype.itemsize
+    if move.direct or not dense or move.num_bytes <= WINDOW_BYTES:
+        yield move
+        return
+    dim = next(dim for dim, count in enumerate(move.target.shape) if count > 1)
+    count = move.target.shape[dim]
+    row_bytes = move.num_bytes // count
+    rows = max(1, WINDOW_BYTES // row_bytes)
+    for first in range(0, count, rows):
+        part = move.target.narrow(dim, first, min(rows, count - first))
+        offset, num_bytes = move.file_offset + first * row_bytes, part.shape[dim] * row_bytes
+        yield from _cut(move._replace(file_offset=offset, num_bytes=num_bytes, target=part))
+
+
 def round_up(num_bytes: int) -> int:
     """Returns a multiple of the largest item, so that every staged span can be viewed in its dtype."""
     return -(-num_bytes // 16) * 16
@@ -105,11 +121,11 @@ def round_up(num_bytes: int) -> int:
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
+def copy_bits(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> None:
     """Copies; between equal dtypes as integers of that size, so that no value is interpreted."""
     plain = not target.is_conj() and not target.is_neg()
     if target.dtype == source.dtype and plain and source.element_size() in _SAME_SIZE:
         same = _SAME_SIZE[source.element_size()]
-        target.view(same).copy_(source.view(same))
+        target.view(same).copy_(source.view(same), non_blocking=non_blocking)
     else:
-        target.copy_(source)
+        target.copy_(source, non_blocking=non_blocking)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,12 @@ from plait.ckpt.manifest import (
     from_bytes,
     sha256,
 )
-from plait.ckpt.read_plan import WINDOW_BYTES, FileKey, Move, Target, copy_bits, moves_of, round_up, windows
+from plait.ckpt.read_plan import WINDOW_BYTES, FileKey, Move, Target, moves_of, windows
 from plait.ckpt.tables import Table, build_table, check_covered
+from plait.ckpt.windows import Request, Windows
 
 BLOCK_UNIT = 4096  # blocks begin where direct I/O can
 MAX_BLOCK_BYTES = 64 << 20  # of a file of any writer: what a reader may have to hold at once
-Request = tuple[int, int, int]  # file offset, bytes, address
 
 
 def read_manifest(io: _C.Io, folder: Path, key: Key | None = None) -> Manifest:
@@ -102,6 +102,7 @@ class SnapshotReader:
         self.folder = folder
         self._io = io or _C.PosixIo()
         self._threads, self._key, self._spare = threads, key, spare
+        self._windows = Windows
         self.manifest = self._open_manifest()
         self._entries = {entry.name: entry for entry in self.manifest.files}
         self.bytes_read, self.filled = 0, list[str]()
@@ -150,10 +151,11 @@ class SnapshotReader:
         for target in targets:
             for file, move in moves_of(target, late):
                 by_file.setdefault(file, []).append(move)
-        for file in sorted(by_file, key=lambda file: (file[0], file[1] or 0)):
-            moves = sorted(by_file[file], key=lambda move: move.file_offset)
-            for window in windows(moves):
-                self._read_window(file, window)
+        with self._windows() as through:
+            for file in sorted(by_file, key=lambda file: (file[0], file[1] or 0)):
+                moves = sorted(by_file[file], key=lambda move: move.file_offset)
+                for window in windows(moves):
+                    through.fill(window, partial(self._ranges, file))
         for destination, filled in late:
             destination.copy_(filled.reshape(destination.shape))
 
@@ -175,7 +177,7 @@ class SnapshotReader:
         ]
 
     def _verify(self, rank: int, step: int | None, file: DataFile) -> list[str]:
-        scratch = torch.empty(min(file.bytes, WINDOW_BYTES // 4), dtype=torch.uint8)
+        scratch = torch.empty(min(file.bytes, WINDOW_BYTES // 2), dtype=torch.uint8)
         damage: list[str] = []
         for start in range(0, file.bytes, scratch.numel()):
             stop = min(file.bytes, start + scratch.numel())
@@ -191,23 +193,6 @@ class SnapshotReader:
                         damage.append(str(error))
                 damage += [f"{first}; good at a second look"] * (len(damage) == known)
         return damage
-
-    def _read_window(self, file: FileKey, moves: list[Move]) -> None:
-        staged = sum(round_up(move.num_bytes) for move in moves if not move.direct)
-        window = torch.empty(staged, dtype=torch.uint8)
-        requests, copies, at = [], [], 0
-        for move in moves:
-            if move.direct:
-                requests.append((move.file_offset, move.num_bytes, move.target.data_ptr()))
-                continue
-            requests.append((move.file_offset, move.num_bytes, window.data_ptr() + at))
-            copies.append((move, window[at : at + move.num_bytes]))
-            at += round_up(move.num_bytes)
-        self._ranges(file, requests)
-        for move, staged_bytes in copies:
-            typed = staged_bytes.view(move.source_dtype)
-            view = torch.as_strided(typed, move.target.shape, move.source_strides, typed.storage_offset())
-            copy_bits(move.target, view)
 
     def _ranges(self, key: FileKey, requests: list[Request]) -> None:
         """Reads and verifies; what is damaged here is taken from the spare copy, which verifies as well."""

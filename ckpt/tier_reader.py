@@ -17,8 +17,9 @@ from plait.ckpt.crypt import Cipher, Key, opened
 from plait.ckpt.errors import SnapshotDamaged
 from plait.ckpt.manifest import FILE_NAME, MANIFEST, MAX_JSON_BYTES, DataFile, Manifest, part_name, sha256
 from plait.ckpt.read_plan import FileKey
-from plait.ckpt.reader import Request, SnapshotReader, check_names
+from plait.ckpt.reader import SnapshotReader, check_names
 from plait.ckpt.store import CHUNK_BYTES, DirStore, Source, read_copy_manifest
+from plait.ckpt.windows import Request
 
 
 class TierReader(SnapshotReader):

@@ -27,6 +27,9 @@ CudaDriver::CudaDriver() {
       load(library_, "cuInit", init_) &&
       load(library_, "cuDriverGetVersion", version_) &&
       load(library_, "cuGetErrorString", error_string_) &&
+      load(library_, "cuCtxGetCurrent", current_context_) &&
+      load(library_, "cuCtxPushCurrent_v2", push_context_) &&
+      load(library_, "cuCtxPopCurrent_v2", pop_context_) &&
       load(library_, "cuMemHostRegister_v2", host_register_) &&
       load(library_, "cuMemHostUnregister", host_unregister_);
   if (!complete) {
@@ -79,13 +82,24 @@ int CudaDriver::version() const {
 
 void CudaDriver::initialize() const { throw_if(init_(0), "cuInit"); }
 
-void CudaDriver::host_register(void* address, size_t bytes) const {
+void* CudaDriver::host_register(void* address, size_t bytes) const {
   constexpr unsigned kPortable = 1;  // CU_MEMHOSTREGISTER_PORTABLE
+  void* context = nullptr;
+  throw_if(current_context_(&context), "cuCtxGetCurrent");
+  if (context == nullptr) {
+    throw std::runtime_error(
+        "cuMemHostRegister: the calling thread has no CUDA context");
+  }
   throw_if(host_register_(address, bytes, kPortable), "cuMemHostRegister");
+  return context;
 }
 
-void CudaDriver::host_unregister(void* address) const {
-  throw_if(host_unregister_(address), "cuMemHostUnregister");
+void CudaDriver::host_unregister(void* address, void* context) const {
+  throw_if(push_context_(context), "cuCtxPushCurrent");
+  const int result = host_unregister_(address);
+  void* popped = nullptr;
+  pop_context_(&popped);
+  throw_if(result, "cuMemHostUnregister");
 }
 
 }  // namespace plait

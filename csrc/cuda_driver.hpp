@@ -32,9 +32,10 @@ class CudaDriver {
   // cannot use CUDA then.
   void initialize() const;
   // Page-locks memory for all contexts. The calling thread needs a current
-  // context, as torch makes at its first CUDA tensor.
-  void host_register(void* address, size_t bytes) const;
-  void host_unregister(void* address) const;
+  // context, as torch makes at its first CUDA tensor; returns it.
+  void* host_register(void* address, size_t bytes) const;
+  // In that context, from any thread: it need not have one of its own.
+  void host_unregister(void* address, void* context) const;
 
  private:
   void throw_if(int result, const char* call) const;
@@ -44,6 +45,9 @@ class CudaDriver {
   int (*init_)(unsigned) = nullptr;
   int (*version_)(int*) = nullptr;
   int (*error_string_)(int, const char**) = nullptr;
+  int (*current_context_)(void**) = nullptr;
+  int (*push_context_)(void*) = nullptr;
+  int (*pop_context_)(void**) = nullptr;
   int (*host_register_)(void*, size_t, unsigned) = nullptr;
   int (*host_unregister_)(void*) = nullptr;
 };

@@ -35,6 +35,7 @@ void bind_pool(py::module_& module) {
       .def_property_readonly("capacity", &StagingPool::capacity)
       .def_property_readonly("address", &StagingPool::address)
       .def_property_readonly("pinned", &StagingPool::pinned)
+      .def("pin", &StagingPool::pin, Unlocked())
       .def("copy_in", &copy<&StagingPool::copy_in>, "copies"_a, Unlocked())
       .def("copy_out", &copy<&StagingPool::copy_out>, "copies"_a, Unlocked())
       .def(

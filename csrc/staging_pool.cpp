@@ -16,23 +16,10 @@ namespace {
 // starting a thread costs more than the copy.
 constexpr uint64_t kTaskBytes = uint64_t{4} << 20;
 
-std::unique_ptr<CudaDriver> driver_if(bool pin) {
-  if (!pin) {
-    return nullptr;
-  }
-  auto driver = std::make_unique<CudaDriver>();
-  if (!driver->available()) {
-    throw std::runtime_error("StagingPool: pin=True needs the CUDA driver: " +
-                             driver->reason());
-  }
-  return driver;
-}
-
 }  // namespace
 
-HugeMapping::HugeMapping(size_t bytes, int threads,
-                         std::unique_ptr<CudaDriver> pin)
-    : memory_(bytes), data_(memory_.data()), pin_(std::move(pin)) {
+HugeMapping::HugeMapping(size_t bytes, int threads)
+    : memory_(bytes), data_(memory_.data()) {
   constexpr size_t kPage = 4096;
   Workers workers(threads, "plait-fault", bytes / kHugePageBytes,
                   [this](int, uint64_t task) {
@@ -42,15 +29,22 @@ HugeMapping::HugeMapping(size_t bytes, int threads,
                     }
                   });
   workers.close();
-  if (pin_) {
-    pin_->host_register(data_, bytes);
+}
+
+void HugeMapping::pin() {
+  auto driver = std::make_unique<CudaDriver>();
+  if (!driver->available()) {
+    throw std::runtime_error("StagingPool: pin=True needs the CUDA driver: " +
+                             driver->reason());
   }
+  context_ = driver->host_register(data_, bytes());
+  driver_ = std::move(driver);
 }
 
 HugeMapping::~HugeMapping() {
-  if (pin_) {
+  if (driver_) {
     try {
-      pin_->host_unregister(data_);
+      driver_->host_unregister(data_, context_);
     } catch (const std::runtime_error&) {
       // The driver was shut down first and has unpinned everything itself.
     }
@@ -58,7 +52,7 @@ HugeMapping::~HugeMapping() {
 }
 
 StagingPool::StagingPool(uint64_t capacity_bytes, int threads, bool pin)
-    : threads_(threads), pinned_(pin) {
+    : threads_(threads) {
   if (threads < 1) {
     throw std::invalid_argument("StagingPool: threads is " +
                                 std::to_string(threads) + ", must be >= 1");
@@ -70,7 +64,23 @@ StagingPool::StagingPool(uint64_t capacity_bytes, int threads, bool pin)
   }
   const uint64_t bytes =
       round_up(std::max<uint64_t>(capacity_bytes, 1), kHugePageBytes);
-  mapping_ = std::make_shared<HugeMapping>(bytes, threads, driver_if(pin));
+  mapping_ = std::make_shared<HugeMapping>(bytes, threads);
+  if (pin) {
+    this->pin();
+  }
+}
+
+bool StagingPool::pinned() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return mapping_ && mapping_->pinned();
+}
+
+void StagingPool::pin() {
+  const auto shared = mapping();
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!shared->pinned()) {
+    shared->pin();
+  }
 }
 
 std::shared_ptr<HugeMapping> StagingPool::mapping() const {

@@ -18,22 +18,26 @@
 
 namespace plait {
 
-// Owns anonymous memory, aligned to and a multiple of a huge page, and its
-// registration with the driver when one is given.
+// Owns anonymous memory, aligned to and a multiple of a huge page, and, once
+// pinned, its registration with the driver.
 class HugeMapping {
  public:
-  HugeMapping(size_t bytes, int threads, std::unique_ptr<CudaDriver> pin);
+  HugeMapping(size_t bytes, int threads);
   ~HugeMapping();
   HugeMapping(const HugeMapping&) = delete;
   HugeMapping& operator=(const HugeMapping&) = delete;
 
   char* data() const { return data_; }
   size_t bytes() const { return memory_.bytes(); }
+  bool pinned() const { return driver_ != nullptr; }
+  // Once. Throws std::runtime_error when there is no driver, or it refuses.
+  void pin();
 
  private:
   AlignedBuffer memory_;
   char* const data_;
-  std::unique_ptr<CudaDriver> pin_;
+  std::unique_ptr<CudaDriver> driver_;  // Of a pinned one.
+  void* context_ = nullptr;             // In which it was pinned.
 };
 
 // One transfer between the pool and memory elsewhere.
@@ -56,7 +60,10 @@ class StagingPool {
   // At least what was asked for: rounded up to whole huge pages.
   uint64_t capacity() const { return mapping()->bytes(); }
   uint64_t address() const;
-  bool pinned() const { return pinned_; }
+  bool pinned() const;
+  // Page-locks the memory for CUDA, also while parts of it are in use; nothing
+  // if it is. Throws std::runtime_error when the driver is absent or refuses.
+  void pin();
   void copy_in(const std::vector<Copy>& copies) const;
   void copy_out(const std::vector<Copy>& copies) const;
   // The mapping, after checking that the range lies in it.
@@ -68,8 +75,7 @@ class StagingPool {
   void copy(const std::vector<Copy>& copies, bool into_pool) const;
 
   const int threads_;
-  const bool pinned_;
-  mutable std::mutex mutex_;  // Guards mapping_, which close() drops.
+  mutable std::mutex mutex_;  // Guards mapping_, which close() drops, and pin.
   std::shared_ptr<HugeMapping> mapping_;
 };
 
