@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from plait.ckpt.agree import Agreement
@@ -22,6 +22,7 @@ from plait.ckpt.keep import Policy, retain
 from plait.ckpt.manifest import Fragment
 from plait.ckpt.ownership import Ownership
 from plait.ckpt.part import write_part
+from plait.ckpt.spare import clear_spares
 from plait.ckpt.uploads import Tiers
 
 _GRACE_S = 30.0  # how long a program that ends without close() still waits for a save in flight
@@ -49,6 +50,7 @@ class Background:
         self._grid, self._owned, self._tiers = dict(grid), owned, tiers
         self._delta = Delta() if delta else None
         self._thread: threading.Thread | None = None
+        self._left: OSError | None = None  # of the clean-up at the end
         self._jobs: queue.SimpleQueue[tuple[Handle, Captured] | None] = queue.SimpleQueue()
 
     def start(self) -> None:
@@ -104,6 +106,12 @@ class Background:
             self._thread.join()
             self._thread = None
 
+    def check(self) -> None:
+        """After `close`: raises, once, why the disk did not take the clean-up at the end of the thread."""
+        left, self._left = self._left, None
+        if left is not None:
+            raise left
+
     def _attempt(self, handle: Handle) -> str:
         return f"{handle.step}-{self._session}-{handle.sequence}"
 
@@ -119,6 +127,10 @@ class Background:
             captured.release()
             handle.finish(error)
             del job, handle, captured, error  # nothing of this save stays alive while the thread waits for the next
+        try:  # here, so that a program that ends without close() leaves no spare either
+            self._clear_spares()
+        except OSError as later:
+            self._left = later
 
     def _write(self, handle: Handle, captured: Captured) -> None:
         attempt, writer = self._attempt(handle), self.writer
@@ -176,11 +188,25 @@ class Background:
         written = parse_step(folder)
         assert written is not None and self._owned is not None
         writer = self.writer
-        retain(writer.io, writer.root, self._policy, written, self._owned.run, self._session)
+        self._clear_spares()  # that this save did not take; the next one's are of what goes now
+        where = (writer.io, writer.root, self._policy, written, self._owned.run, self._session)
+        retain(*where, self._spare_ranks())
         self._agreement.clear()
         for path in session_attempts(writer.root, self._session):
             if int(path.name.rpartition("-")[2]) < sequence:
                 remove_folder(writer.io, path)
+
+    def _spare_ranks(self) -> Collection[int]:
+        """Returns whose data files retention leaves for the next save to write over."""
+        writer = self.writer
+        if not writer.reuse:
+            return ()
+        return range(writer.world_size) if writer.disks is None else writer.disks.here
+
+    def _clear_spares(self) -> None:
+        """Owner of the LOCK: removes the data files that no save took."""
+        if self._owned is not None and self.writer.reuse:
+            clear_spares(self.writer.io, self.writer.root, self._session)
 
 
 def _finish(jobs: queue.SimpleQueue[tuple[Handle, Captured] | None], thread: threading.Thread) -> None:

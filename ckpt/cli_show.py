@@ -22,7 +22,7 @@ from plait.ckpt.errors import SnapshotDamaged, SnapshotError
 from plait.ckpt.folders import leftovers, parse_step, step_folders
 from plait.ckpt.keep import pinned_folders
 from plait.ckpt.manifest import RUN, signing_key
-from plait.ckpt.owner import read_record
+from plait.ckpt.owner import owner_is_alive, read_record
 from plait.ckpt.reader import SnapshotReader
 from plait.ckpt.tables import TensorEntry
 from plait.ckpt.tier_reader import TierReader, open_folder
@@ -61,12 +61,16 @@ def _in_folder(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], lis
         {**_row(f.path.name, f.step, partial(open_folder, f.path, key=key)), "pinned": f in pins}
         for f in step_folders(root)
     ]
-    left = [path.name for path in leftovers(root, NO_SESSION)]
+    owner = read_record(root / "LOCK")
+    spare = (
+        f".trash-{owner.get('session')}-" if owner.get("held") and owner_is_alive(owner) else RUN
+    )  # of a living run
+    left = [path.name for path in leftovers(root, NO_SESSION) if not path.name.startswith(spare)]
     if not rows and not left and not (root / RUN).is_file():
         one = parse_step(root.absolute()) is not None
         hint = "it is one snapshot; `plait snapshot verify` takes one" if one else f"it has no {RUN} and no snapshot"
         raise SnapshotError(f"'{root}' is no run folder: {hint}")
-    return rows, left, read_record(root / "LOCK")
+    return rows, left, owner
 
 
 def _in_store(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str], dict[str, Any]]:

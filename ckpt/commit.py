@@ -80,6 +80,7 @@ class Writer:
     key: Key | None = None  # signs the manifest
     disks: Disks | None = None  # ranks have no common folder
     peers: Peers | None = None  # takes this rank's data files to its partner
+    reuse: bool = True  # a removed snapshot's data files
 
     def wait(self, look: Callable[[], T | None], late: Callable[[], str], limits: int = 1) -> T:
         """Looks until there is an answer. SnapshotError with `late()` after `limits` time limits."""
@@ -197,7 +198,7 @@ def _collect(writer: Writer, folder: Path, attempt: str, step: int, own: Own) ->
         if failed:
             text = _C.read_small(writer.io, folder / failed[0], MAX_JSON_BYTES).decode(errors="replace")
             raise SnapshotError(f"rank {int(failed[0][1:-6])} could not write its part of step {step}: {text}")
-        return True if len(missing(names)) == 0 else None
+        return None if missing(names) else True
 
     def missing(names: set[str]) -> list[int]:
         return [rank for rank in range(writer.world_size) if fragment_name(rank) not in names]
@@ -282,10 +283,9 @@ def await_commit(writer: Writer, attempt: str, step: int) -> Path:
                 return found.path
         raise SnapshotError(f"attempt {attempt} of step {step} was abandoned: '{folder}' is gone")
 
-    def late() -> str:
-        return f"rank 0 did not commit step {step} within {2 * writer.timeout_s:g} s ('{folder}')"
-
-    return writer.wait(look, late, limits=2)  # rank 0 may itself wait one limit for a dead rank, and then names it
+    late = f"rank 0 did not commit step {step} within {2 * writer.timeout_s:g} s ('{folder}')"
+    # Rank 0 may itself wait one limit for a dead rank, and then names it.
+    return writer.wait(look, lambda: late, limits=2)
 
 
 def _leave(writer: Writer, folder: Path, error: SnapshotError) -> SnapshotError:

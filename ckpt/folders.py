@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -100,11 +101,15 @@ def announce(io: _C.Io, path: Path, data: bytes) -> None:
     _C.rename(io, part, path)
 
 
-def remove_folder(io: _C.Io, path: Path) -> None:
-    """Removes a folder of ours, its manifest first. Files with foreign names are left, and with them the folder."""
+def remove_folder(io: _C.Io, path: Path, but: Collection[str] = ()) -> None:
+    """Removes a folder of ours, its manifest first. Files with foreign names, and those of `but`, are left, and with
+    them the folder."""
     names = sorted((n for n in os.listdir(path) if _INSIDE.fullmatch(n)), key=lambda n: (n != MANIFEST, n))
     for name in names:
-        remove_shared(io, path / name)
+        if name not in but:
+            remove_shared(io, path / name)
+    if but:
+        return
     try:
         _C.rmdir(io, path)
     except OSError as error:
@@ -134,13 +139,18 @@ def remove_shared(io: _C.Io, path: Path) -> None:
         pass
 
 
-def remove_step(io: _C.Io, folder: StepFolder, session: str) -> None:
-    """Removes a snapshot so that a crash at any point leaves it whole or without its name."""
+def session_trash(root: Path, session: str) -> list[Path]:
+    """Returns the folders of snapshots that a launch is removing, by name."""
+    return sorted(root.glob(f".trash-{session}-*"))
+
+
+def remove_step(io: _C.Io, folder: StepFolder, session: str, but: Collection[str] = ()) -> None:
+    """Removes a snapshot so that a crash at any point leaves it whole or without its name. but: files to leave."""
     root = folder.path.parent
     trash = root / f".trash-{session}-{folder.path.name}"
     _C.rename(io, folder.path, trash)
     _C.fsync_dir(io, root)
-    remove_folder(io, trash)
+    remove_folder(io, trash, but)
 
 
 def leftovers(root: Path, session: str) -> list[Path]:

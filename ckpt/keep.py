@@ -21,6 +21,7 @@ from plait.ckpt.folders import StepFolder, parse_step, remove_step, step_folders
 from plait.ckpt.lock import NO_FLOCK
 from plait.ckpt.manifest import MANIFEST
 from plait.ckpt.reader import read_manifest
+from plait.ckpt.spare import clear_spares, spare_names
 
 PIN = "PIN-"  # an empty file ROOT/PIN-step-... : that snapshot stays whatever the policy says
 
@@ -103,10 +104,19 @@ class Policy:
         return [folder for folder in sorted(valid) if folder not in stay]
 
 
-def retain(io: _C.Io, root: Path, policy: Policy, written: StepFolder, run: str, session: str) -> list[str]:
+def retain(
+    io: _C.Io,
+    root: Path,
+    policy: Policy,
+    written: StepFolder,
+    run: str,
+    session: str,
+    spare_ranks: Collection[int] = (),
+) -> list[str]:
     """Removes what the policy gives up; returns the names. Called by the owner of the LOCK after a commit.
 
     Removes nothing when the one just written does not verify any more: an older one may be the last good one.
+    spare_ranks: whose data files of the one removed last are left for the next save to write over (spare.py).
     """
     valid, metrics = [], {}
     for folder in step_folders(root):
@@ -123,7 +133,9 @@ def retain(io: _C.Io, root: Path, policy: Policy, written: StepFolder, run: str,
     for folder in policy.given_up(valid, written, pinned_folders(root), metrics):
         with _alone(folder.path) as alone:
             if alone and not _pin_of(folder.path).exists():  # pinned since: `pin` holds the snapshot meanwhile
-                remove_step(io, folder, session)
+                if spare_ranks and removed:
+                    clear_spares(io, root, session)
+                remove_step(io, folder, session, spare_names(folder.path, spare_ranks))
                 removed.append(folder.path.name)
     return removed
 

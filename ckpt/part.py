@@ -13,8 +13,9 @@ from plait.ckpt.capture import BLOCK_BYTES
 from plait.ckpt.captured import Captured
 from plait.ckpt.commit import Writer, say
 from plait.ckpt.delta import Change, Delta, link_bases
-from plait.ckpt.folders import attempt_folder, make_folder
+from plait.ckpt.folders import attempt_folder, make_folder, remove_shared
 from plait.ckpt.manifest import FORMATS, DataFile, Fragment, data_name, fragment_name, to_bytes
+from plait.ckpt.spare import allocated_bytes, take_spare
 
 
 def write_part(
@@ -27,16 +28,20 @@ def write_part(
     """
     folder = attempt_folder(writer.root, attempt)
     make_folder(writer.io, folder)
+    path = folder / data_name(writer.rank)
+    over = writer.reuse and take_spare(writer.io, writer.root, attempt.split("-")[1], path.name, path)
     file: DataFile | None = None
     bases: tuple[DataFile, ...] = ()
     change = delta.decide(step, captured) if delta is not None else None
     if change is not None and link_bases(change, folder):
-        file = _write_changed(writer, folder / data_name(writer.rank), captured, change)
+        file = _write_changed(writer, path, captured, change, over)
         pieces, bases = change.pieces, change.bases
     else:
         if captured.layout.pieces:
-            file = _write_data(writer, folder / data_name(writer.rank), captured)
+            file = _write_data(writer, path, captured, over)
         pieces = captured.describe()
+    if file is None and over:
+        remove_shared(writer.io, path)
     if writer.peers is not None:
         writer.peers.send(folder, [*bases] if file is None else [file, *bases])
     fragment = Fragment(
@@ -57,7 +62,7 @@ def write_part(
     return fragment, data
 
 
-def _write_data(writer: Writer, path: Path, captured: Captured) -> DataFile:
+def _write_data(writer: Writer, path: Path, captured: Captured, over: bool) -> DataFile:
     file_bytes = captured.file_bytes
     _check_space(writer, path, file_bytes)
     assert captured.stage is not None and captured.flight is not None
@@ -71,6 +76,7 @@ def _write_data(writer: Writer, path: Path, captured: Captured) -> DataFile:
             direct=writer.direct,
             nice=writer.nice,
             io_priority=writer.io_priority,
+            over=over,
         )
     except _C.TornError as error:
         raise captured.flight.torn(int(error.piece)) from error
@@ -78,7 +84,7 @@ def _write_data(writer: Writer, path: Path, captured: Captured) -> DataFile:
     return DataFile(path.name, file_bytes, BLOCK_BYTES, tuple(result.crcs))
 
 
-def _write_changed(writer: Writer, path: Path, captured: Captured, change: Change) -> DataFile | None:
+def _write_changed(writer: Writer, path: Path, captured: Captured, change: Change, over: bool) -> DataFile | None:
     """Writes the pieces that no older snapshot holds; None when there are none."""
     layout = change.layout
     if not layout.pieces:
@@ -98,13 +104,15 @@ def _write_changed(writer: Writer, path: Path, captured: Captured, change: Chang
         direct=writer.direct,
         nice=writer.nice,
         io_priority=writer.io_priority,
+        over=over,
     )
     captured.settle()
     return DataFile(path.name, file_bytes, BLOCK_BYTES, tuple(result.crcs))
 
 
 def _check_space(writer: Writer, path: Path, file_bytes: int) -> None:
-    free = free_space(writer.io, path.parent)
+    """OSError (ENOSPC) unless the file has room, where a spare may lie already."""
+    free = free_space(writer.io, path.parent) + allocated_bytes(path)
     if free < file_bytes:
         raise OSError(errno.ENOSPC, f"write: {file_bytes} bytes are needed, {free} are free", str(path))
 

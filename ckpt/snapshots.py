@@ -56,8 +56,10 @@ class Snapshots:
     good copy. key, key_file: 32 bytes or their hex digits, or a file with them: it signs manifests, which must then
     be signed by it, and seals encrypted tiers. agreement_root: where ranks agree during a restore, when they cannot
     write to `root`. store: a torch.distributed Store, when the ranks' roots are not one folder (plait.ckpt.disks);
-    all then make the object together. partner: data files also go into another rank's root (plait.ckpt.partner). io:
-    the system calls (tests make them fail).
+    all then make the object together. partner: data files also go into another rank's root (plait.ckpt.partner).
+    reuse_files: a save writes over the data files of the snapshot that retention removed last, about twice as fast as
+    new ones; the disk holds that snapshot's space until the next save or `close()`. What anything else has open,
+    mapped or linked is not reused; False where other hosts read this disk. io: the system calls (tests fail them).
 
     Rank 0 takes the LOCK: SnapshotLocked names the owner when another job writes here. It also removes what dead
     attempts left behind. Make the object after any fork.
@@ -90,6 +92,7 @@ class Snapshots:
         tiers: Sequence[Tier] = (),
         key: bytes | str | Key | None = None,
         key_file: str | Path | None = None,
+        reuse_files: bool = True,
         io: _C.Io | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
@@ -111,7 +114,7 @@ class Snapshots:
         disks = Disks(store, self._io, self._session, rank, world_size, self.root) if store is not None else None
         limits = (threads, rate_limit, direct, timeout_s, stop, nice, io_priority)
         peers = self._tiers.join(partner, store, self.root, rank, world_size)
-        writer = Writer(self._io, self.root, rank, world_size, *limits, self._key, disks, peers)
+        writer = Writer(self._io, self.root, rank, world_size, *limits, self._key, disks, peers, reuse_files)
         self._agreement = Agreement(writer, Path(agreement_root or root).absolute(), self._session)
         self._capturer: Capturer | None = None
         self._background: Background | None = None
@@ -281,6 +284,8 @@ class Snapshots:
             if lock is not None:
                 lock.close()
         self.check()
+        if self._background is not None:
+            self._background.check()  # what its thread had to say at its end
 
     def __enter__(self) -> Snapshots:
         return self

@@ -111,6 +111,10 @@ int64_t FaultIo::file_size(int fd) {
   return run("file_size", path_of(fd), [&] { return posix_.file_size(fd); });
 }
 
+int64_t FaultIo::is_sole(int fd) {
+  return run("is_sole", path_of(fd), [&] { return posix_.is_sole(fd); });
+}
+
 int64_t FaultIo::pwrite(int fd, const void* data, size_t bytes,
                         uint64_t offset) {
   const Fault fault = next("pwrite", path_of(fd));

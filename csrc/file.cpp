@@ -141,6 +141,10 @@ uint64_t File::size() const {
       check("fstat", path_, [&] { return io_.file_size(fd_); }));
 }
 
+bool File::is_sole() const {
+  return check("is_sole", path_, [&] { return io_.is_sole(fd_); }) == 1;
+}
+
 bool File::is_cached(uint64_t offset, uint64_t bytes) const {
   void* mapped = ::mmap(nullptr, bytes, PROT_READ, MAP_SHARED, fd_,
                         static_cast<off_t>(offset));

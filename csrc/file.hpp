@@ -49,6 +49,8 @@ class File {
   size_t read_at(void* data, size_t bytes, size_t capacity, uint64_t offset);
 
   uint64_t size() const;
+  // True when nothing else refers to the file, which is open for writing.
+  bool is_sole() const;
   // True when the page cache holds the whole range: then a copy from there is
   // several times faster than the device.
   bool is_cached(uint64_t offset, uint64_t bytes) const;

@@ -24,6 +24,10 @@ class Io {
   // (Not a flag of open: with O_CREAT a refused O_DIRECT leaves the file.)
   virtual int64_t set_direct(int fd, bool on) = 0;
   virtual int64_t file_size(int fd) = 0;
+  // 1 when the open descriptor is all that refers to a plain file of ours: it
+  // has one name and mode 0600, and nobody else has it open or mapped. 0 where
+  // that is not so, or where the file system cannot tell.
+  virtual int64_t is_sole(int fd) = 0;
   virtual int64_t pwrite(int fd, const void* data, size_t bytes,
                          uint64_t offset) = 0;
   virtual int64_t pread(int fd, void* data, size_t bytes, uint64_t offset) = 0;
@@ -49,6 +53,7 @@ class PosixIo final : public Io {
   int64_t open(const std::string& path, int flags, mode_t mode) override;
   int64_t set_direct(int fd, bool on) override;
   int64_t file_size(int fd) override;
+  int64_t is_sole(int fd) override;
   int64_t pwrite(int fd, const void* data, size_t bytes,
                  uint64_t offset) override;
   int64_t pread(int fd, void* data, size_t bytes, uint64_t offset) override;

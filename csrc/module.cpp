@@ -113,21 +113,23 @@ void bind_data_files(py::module_& module) {
   py::class_<plait::WriteResult>(module, "WriteResult")
       .def_readonly("crcs", &plait::WriteResult::crcs)
       .def_readonly("direct", &plait::WriteResult::direct)
-      .def_readonly("fallback_reason", &plait::WriteResult::fallback_reason);
+      .def_readonly("fallback_reason", &plait::WriteResult::fallback_reason)
+      .def_readonly("reused", &plait::WriteResult::reused);
   module.def(
       "write_file",
       [](Io& io, const Path& path, std::string_view header,
          const Triples& pieces, uint64_t file_bytes, uint64_t block_bytes,
          int threads, uint64_t rate_limit, bool direct, int nice,
-         const std::string& io_priority) {
+         const std::string& io_priority, bool over) {
         return plait::write_file(
             io, path, header, items<plait::Piece>(pieces), file_bytes,
             {block_bytes, threads, rate_limit, direct,
-             plait::priority_of(nice, io_priority)});
+             plait::priority_of(nice, io_priority), over});
       },
       "io"_a, "path"_a, "header"_a, "pieces"_a, "file_bytes"_a, py::kw_only(),
       "block_bytes"_a = 4 << 20, "threads"_a = 2, "rate_limit"_a = 0,
-      "direct"_a = true, "nice"_a = 0, "io_priority"_a = "normal", Unlocked());
+      "direct"_a = true, "nice"_a = 0, "io_priority"_a = "normal",
+      "over"_a = false, Unlocked());
   module.def(
       "read_ranges",
       [](Io& io, const Path& path, uint64_t file_bytes,

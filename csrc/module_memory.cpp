@@ -104,14 +104,14 @@ void bind_stage(py::module_& module) {
       "write_stage",
       [](Io& io, const Path& path, Stage& stage, int threads,
          uint64_t rate_limit, bool direct, int nice,
-         const std::string& io_priority) {
+         const std::string& io_priority, bool over) {
         return write_blocks(io, path, stage, stage.file_bytes(),
                             {stage.block_bytes(), threads, rate_limit, direct,
-                             priority_of(nice, io_priority)});
+                             priority_of(nice, io_priority), over});
       },
       "io"_a, "path"_a, "stage"_a, py::kw_only(), "threads"_a = 2,
       "rate_limit"_a = 0, "direct"_a = true, "nice"_a = 0,
-      "io_priority"_a = "normal", Unlocked());
+      "io_priority"_a = "normal", "over"_a = false, Unlocked());
 }
 
 }  // namespace

@@ -5,11 +5,14 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
+#include <memory>
 #include <stdexcept>
+#include <system_error>
 #include <utility>
 
 #include "aligned_buffer.hpp"
 #include "checksum.hpp"
+#include "errors.hpp"
 #include "file.hpp"
 #include "rate_limit.hpp"
 #include "workers.hpp"
@@ -144,6 +147,31 @@ class PieceSource final : public BlockSource {
   std::vector<AlignedBuffer> buffers_;  // One per worker.
 };
 
+// The old file, or null when there is another reference to it, or it cannot be
+// opened or asked: all of these only mean that a new one is needed.
+std::unique_ptr<File> open_old(Io& io, const std::string& path) {
+  try {
+    auto file = std::make_unique<File>(io, path, O_WRONLY | O_NOFOLLOW);
+    return file->is_sole() ? std::move(file) : nullptr;
+  } catch (const std::system_error&) {
+    return nullptr;
+  }
+}
+
+std::unique_ptr<File> open_target(Io& io, const std::string& path, bool over,
+                                  bool* reused) {
+  std::unique_ptr<File> file = over ? open_old(io, path) : nullptr;
+  *reused = file != nullptr;
+  if (over && !file) {
+    check("unlink", path, [&] { return io.unlink(path); });
+  }
+  if (!file) {
+    file =
+        std::make_unique<File>(io, path, O_WRONLY | O_CREAT | O_EXCL, 0600);
+  }
+  return file;
+}
+
 }  // namespace
 
 WriteResult write_blocks(Io& io, const std::string& path, BlockSource& source,
@@ -154,7 +182,9 @@ WriteResult write_blocks(Io& io, const std::string& path, BlockSource& source,
   WriteResult result;
   result.crcs.resize(num_blocks);  // Each element has one writer.
   RateLimit limit(options.rate_limit);
-  File file(io, path, O_WRONLY | O_CREAT | O_EXCL, 0600);
+  const std::unique_ptr<File> opened =
+      open_target(io, path, options.over, &result.reused);
+  File& file = *opened;
   const auto write_block = [&](int worker, uint64_t block) {
     const uint64_t begin = block * block_bytes;
     const uint64_t bytes = std::min(block_bytes, file_bytes - begin);

@@ -1,4 +1,4 @@
-// Writes one new data file: direct I/O, several threads, one CRC32C per block.
+// Writes one data file: direct I/O, several threads, one CRC32C per block.
 // Not atomic: a file is good once a manifest says so.
 #ifndef PLAIT_CSRC_WRITER_HPP_
 #define PLAIT_CSRC_WRITER_HPP_
@@ -27,17 +27,22 @@ struct WriteOptions {
   uint64_t rate_limit = 0;  // Bytes per second over all threads; 0 = none.
   bool direct = true;
   Priority priority = {};  // Of the threads.
+  // There is an old file under the name. It is written over where nothing else
+  // refers to it, which saves the allocation of its blocks; else it is removed.
+  bool over = false;
 };
 
 struct WriteResult {
   std::vector<uint32_t> crcs;   // Of each block of the file, from byte 0.
   bool direct = false;          // False as soon as one write was buffered.
   std::string fallback_reason;  // Why not direct although asked for.
+  bool reused = false;          // The old file was written over.
 };
 
-// Creates `path` (mode 0600; it must not exist), fills its `file_bytes` bytes
-// from `source`, syncs and closes it. On failure the unfinished file is removed
-// and the first error thrown: a sync that failed once is never tried again.
+// Creates `path` (mode 0600; it must not exist, unless options.over), fills its
+// `file_bytes` bytes from `source`, syncs and closes it. On failure the
+// unfinished file is removed and the first error thrown: a sync that failed
+// once is never tried again.
 WriteResult write_blocks(Io& io, const std::string& path, BlockSource& source,
                          uint64_t file_bytes, const WriteOptions& options);
 

@@ -444,6 +444,7 @@ CYCLES = {
     "slabs": _cycle(large_state, pool_bytes=1),
     "delta": _cycle(mostly_same_state, (2, 3), delta=True),
     "signed": _cycle(plain_state, key=KEY),
+    "over": _cycle(plain_state, (2, 3)),  # the third save writes over the first one's file
     "two ranks": _cycle(sharded_state, (2,), 2),
     "restore": Cycle((OLD,), 1, plain_state, _restore_only, save=_save_two),
 }

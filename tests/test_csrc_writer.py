@@ -6,6 +6,7 @@ both the straight and the copied path write; direct and buffered. The real file 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -224,6 +225,95 @@ def test_crash_at_every_operation(tmp_path, pool, index, action):
     assert (tmp_path / "f").exists() == ("open" in done)
     if "ftruncate" in done:  # All bytes are there, also before the sync: the process died, not the machine.
         assert (tmp_path / "f").read_bytes() == bytes(pool.view(64, SIZE))
+
+
+OVER = ["open", "is_sole", *OPS[1:]]  # of an old file that is written over
+
+
+def write_over(io: _C.Io, path, pool: _C.StagingPool) -> _C.WriteResult:
+    pieces = [(pool.address + 64, SIZE, 0)]
+    return _C.write_file(io, path, b"", pieces, SIZE, block_bytes=BLOCK, threads=1, over=True)
+
+
+def make_old(path, size: int) -> int:
+    """An old file of other bytes; returns its inode."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+        file.write(b"\xff" * size)
+    return os.stat(path).st_ino
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK, SIZE - 1, SIZE, SIZE + 1, 9 * BLOCK + 5])
+def test_an_old_file_is_written_over(tmp_path, pool, size):
+    path, io = tmp_path / "f", _C.FaultIo()
+    inode = make_old(path, size)
+    result = write_over(io, path, pool)
+    check_file(path, bytes(pool.view(64, SIZE)), result)
+    assert [name for name, _ in io.ops] == OVER
+    assert result.reused and result.direct and os.stat(path).st_ino == inode
+
+
+def test_gaps_in_an_old_file_become_zero(tmp_path, pool):
+    make_old(tmp_path / "f", 5 * BLOCK)
+    result = _C.write_file(
+        _C.PosixIo(),
+        tmp_path / "f",
+        b"head",
+        [(pool.address, 10, 3 * BLOCK)],
+        4 * BLOCK,
+        block_bytes=BLOCK,
+        over=True,
+    )
+    expected = b"head".ljust(3 * BLOCK, b"\0") + bytes(pool.view(0, 10)).ljust(BLOCK, b"\0")
+    check_file(tmp_path / "f", expected, result)
+    assert result.reused
+
+
+def test_an_old_file_that_is_open_or_no_file_of_ours_is_replaced(tmp_path, pool):
+    path = tmp_path / "f"
+    make_old(path, SIZE)
+    with open(path, "rb") as reader:
+        result = write_over(_C.PosixIo(), path, pool)
+        assert not result.reused and reader.read() == b"\xff" * SIZE
+    check_file(path, bytes(pool.view(64, SIZE)), result)
+    path.unlink()
+    (tmp_path / "other").write_bytes(b"other")
+    path.symlink_to(tmp_path / "other")
+    assert not write_over(_C.PosixIo(), path, pool).reused
+    assert (tmp_path / "other").read_bytes() == b"other" and not path.is_symlink()
+
+
+@pytest.mark.parametrize("index", range(len(OVER)))
+def test_every_operation_on_an_old_file_failing_leaves_nothing_or_a_new_file(tmp_path, pool, index):
+    before, io = descriptors(), _C.FaultIo([(index, "errno", errno.EIO)])
+    make_old(tmp_path / "f", SIZE)
+    if OVER[index] in ("open", "is_sole"):
+        result = write_over(io, tmp_path / "f", pool)
+        check_file(tmp_path / "f", bytes(pool.view(64, SIZE)), result)
+        assert not result.reused
+    else:
+        with pytest.raises(OSError, match=OVER[index]):
+            write_over(io, tmp_path / "f", pool)
+        assert os.listdir(tmp_path) == []
+    assert descriptors() == before and threads() == set()
+
+
+def test_asking_who_has_a_file_open_ends_no_process_that_opens_it(tmp_path, pool):
+    """A lease is broken by whoever opens the file, with a signal that ends a process unless it is another one."""
+    path, ends = tmp_path / "f", threading.Event()
+    make_old(path, SIZE)
+
+    def open_often() -> None:
+        while not ends.is_set():
+            with contextlib.suppress(FileNotFoundError):
+                os.close(os.open(path, os.O_RDONLY))
+
+    opener = threading.Thread(target=open_often)
+    opener.start()
+    for _ in range(300):
+        _C.write_file(_C.PosixIo(), path, b"head", [], 4, over=path.exists())
+    ends.set()
+    opener.join()
+    assert path.read_bytes() == b"head"
 
 
 def test_a_hundred_failed_files_leak_nothing(tmp_path, pool):

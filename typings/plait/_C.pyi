@@ -60,6 +60,8 @@ class WriteResult:
     def direct(self) -> bool: ...
     @property
     def fallback_reason(self) -> str: ...
+    @property
+    def reused(self) -> bool: ...
 
 def write_file(
     io: Io,
@@ -74,8 +76,10 @@ def write_file(
     direct: bool = True,
     nice: int = 0,
     io_priority: str = "normal",
+    over: bool = False,
 ) -> WriteResult:
-    """pieces: (address, nbytes, file_offset). io_priority: normal, low, idle."""
+    """pieces: (address, nbytes, file_offset). io_priority: normal, low, idle. over: there is an old file, to be
+    written over where nothing else refers to it, else to be removed."""
 
 class TornError(RuntimeError):
     """Memory of a lazy piece changed before it was copied; `piece` is its index."""
@@ -122,6 +126,7 @@ def write_stage(
     direct: bool = True,
     nice: int = 0,
     io_priority: str = "normal",
+    over: bool = False,
 ) -> WriteResult:
     """Writes a stage's blocks as they are copied."""
 
