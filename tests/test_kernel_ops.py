@@ -1,6 +1,9 @@
 """Every registered op: opcheck, gradcheck, one graph under torch.compile, no torch.distributed in the sources."""
 
 import ast
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ import plait.kernels as kernels
 from tests.cases import interpret, needs_interpreter, normal
 
 OPS = torch.ops.plait
+ROOT = Path(__file__).resolve().parent.parent
 RNG = torch.tensor([1, 2])
 TOKENS = torch.tensor([[0, 3, 7], [5, 4, 2]])
 NUMBER = torch.tensor(3.0, dtype=torch.float64)
@@ -251,8 +255,6 @@ def test_every_public_op_has_its_oracle_beside_it():
 
 
 def test_no_source_line_imports_more_than_torch_triton_and_the_standard_library():
-    import sys
-
     allowed = {"torch", "triton", "plait"} | set(sys.stdlib_module_names)
     for path in Path(kernels.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -265,6 +267,43 @@ def test_no_source_line_imports_more_than_torch_triton_and_the_standard_library(
                 assert not name.startswith("plait.") or name.startswith("plait.kernels"), (
                     f"{path.name} imports {name}"
                 )
+
+
+def test_the_places_for_later_work_are_where_the_notes_say():
+    """docs/kernels.md's table of doors: communication inside the matmul, fp8, experts."""
+    home = Path(kernels.__file__).parent
+    text = (ROOT / "docs" / "kernels.md").read_text()
+    section = text.split("## Where later work fits")[1].split("\n## ")[0]
+    places = re.findall(r"`(\w+)` \(`kernels/(\w+\.py)`\)", section)
+    assert len(places) >= 8
+    for name, file in places:
+        assert re.search(rf"^def {name}\(", (home / file).read_text(), re.MULTILINE), f"{file} has no {name}"
+    dots = {path.name: path.read_text().count("tl.dot(") for path in home.glob("matmul_*.py")}
+    assert {name: count for name, count in dots.items() if count} == {"matmul_triton.py": 1, "matmul_gated.py": 2}
+
+
+_PLAIN_SCRIPT = """
+import sys, torch, triton
+seen = {name.split(".")[0] for name in sys.modules}
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        top = name.split(".")[0]
+        if top in seen or top in sys.stdlib_module_names or top.startswith("_"):
+            return None
+        if name == "plait" or name == "plait.kernels" or name.startswith("plait.kernels."):
+            return None
+        raise ImportError(f"a plain script has no {name}")
+sys.meta_path.insert(0, Refuse())
+from plait.kernels import attention
+q, k = torch.randn(1, 8, 4, 64, requires_grad=True), torch.randn(1, 8, 2, 64)
+attention(q, k, k).sum().backward()
+print(q.grad.isfinite().all().item())
+"""
+
+
+def test_a_plain_script_with_torch_and_triton_alone_has_attention():
+    done = subprocess.run([sys.executable, "-P", "-c", _PLAIN_SCRIPT], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
 
 
 def _normal(*shape, seed=0):
