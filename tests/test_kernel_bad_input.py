@@ -11,6 +11,7 @@ import math
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from plait import kernels
 from tests.cases import needs_plain, normal
@@ -195,6 +196,19 @@ def test_the_table_has_every_argument_and_its_call_is_good(op):
     function = getattr(kernels, op)
     assert set(inspect.signature(function).parameters) == set(GOOD[op]) | OMITTED.get(op, set())
     function(**_fresh(GOOD[op]))
+
+
+@pytest.mark.parametrize("op", GOOD)
+@pytest.mark.filterwarnings("ignore")
+def test_a_good_call_is_one_graph_with_the_same_results_and_the_same_writes(op):
+    """torch.compile(fullgraph=True) with every argument but `debug`, a look at values, which no graph has."""
+    function, results = getattr(kernels, op), []
+    for call in (function, torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)):
+        arguments = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in _fresh(GOOD[op]).items()}
+        with torch.no_grad():
+            found = call(**{name: x for name, x in arguments.items() if name != "debug"})
+        results.append([x for x in tree_leaves((found, arguments)) if isinstance(x, torch.Tensor)])
+    torch.testing.assert_close(*results)
 
 
 def test_the_table_has_every_public_op():
