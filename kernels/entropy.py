@@ -181,8 +181,10 @@ def check_options(
             weights.shape == target.shape,
             lambda: f"{op}: weight_per_token {tuple(weights.shape)} must have target's shape {tuple(target.shape)}",
         )
-    check(reduction in REDUCTIONS, lambda: f"{op}: reduction {reduction!r}; expected one of {REDUCTIONS}")
-    check(0.0 <= label_smoothing <= 1.0, lambda: f"{op}: label_smoothing is {label_smoothing}; expected 0 to 1")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{op}: reduction {reduction!r}; expected one of {REDUCTIONS}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"{op}: label_smoothing is {label_smoothing}; expected 0 to 1")
     if not 0.0 <= z_loss < math.inf:
         raise ValueError(f"{op}: z_loss is {z_loss}; expected a finite number >= 0")
     if not 0.0 <= softcap < math.inf:

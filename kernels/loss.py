@@ -30,7 +30,7 @@ from plait.kernels.entropy import (
     reduce_losses,
     token_loss,
 )
-from plait.kernels.launch import check, compute_dtype
+from plait.kernels.launch import compute_dtype
 from plait.kernels.loss_chunks import head_once
 from plait.kernels.loss_ops import check_head, check_out, grad_new_op, grad_op, loss_op, once_op, stats_op
 from plait.kernels.registration import once_differentiable, watched
@@ -221,18 +221,18 @@ def _in_forward(
 ) -> bool:  # fmt: skip
     """Whether both gradients are made in the forward; ValueError where they cannot be."""
     op = "linear_cross_entropy"
-    check(
-        not (grad_in_forward or loss_grad is not None) or reduction != "none",
-        lambda: f"{op}: grad_in_forward and loss_grad need a reduction; expected 'sum' or 'mean', got 'none'",
-    )
-    check(
-        not (grad_in_forward and weight_grad_out is not None and loss_grad is None),
-        lambda: f"{op}: grad_in_forward with weight_grad_out needs loss_grad, the gradient that the loss will get",
-    )
-    check(
-        grad_in_forward is not False or loss_grad is None,
-        lambda: f"{op}: loss_grad is for gradients made in the forward; expected None with grad_in_forward=False",
-    )
+    if reduction == "none" and (grad_in_forward or loss_grad is not None):
+        raise ValueError(
+            f"{op}: grad_in_forward and loss_grad need a reduction; expected 'sum' or 'mean', got 'none'"
+        )
+    if grad_in_forward and weight_grad_out is not None and loss_grad is None:
+        raise ValueError(
+            f"{op}: grad_in_forward with weight_grad_out needs loss_grad, the gradient that the loss will get"
+        )
+    if grad_in_forward is False and loss_grad is not None:
+        raise ValueError(
+            f"{op}: loss_grad is for gradients made in the forward; expected None with grad_in_forward=False"
+        )
     if weight_grad_out is not None:
         check_out(op, "weight_grad_out", weight_grad_out, weight)
     if not _wants_gradient(x, weight):
@@ -287,17 +287,13 @@ def linear_cross_entropy(
         vocab_start=vocab_start, num_classes=num_classes or 0,
     )  # fmt: skip
     early = bool(grad_in_forward) or loss_grad is not None
-    check(
-        num_classes is not None or all_reduce is None or not (label_smoothing or debug or early),
-        lambda: (
+    if num_classes is None and all_reduce is not None and (label_smoothing or debug or early):
+        raise ValueError(
             "linear_cross_entropy: label smoothing, debug and grad_in_forward over shards need num_classes, got None"
-        ),
-    )
+        )
     num_classes = num_classes or weight.shape[0]
-    check(
-        all_reduce is not None or weight.shape[0] > 0,
-        lambda: f"linear_cross_entropy: weight {tuple(weight.shape)} has no classes",
-    )
+    if all_reduce is None and not weight.shape[0]:
+        raise ValueError(f"linear_cross_entropy: weight {tuple(weight.shape)} has no classes")
     if debug:
         check_targets("linear_cross_entropy", target, num_classes, ignore_index)
     flat, rows = target, x
@@ -314,7 +310,7 @@ def linear_cross_entropy(
         )
     # Weights per token and shards are reduced by torch, below.
     code = REDUCTIONS.index(reduction) if weight_per_token is None and all_reduce is None else 0
-    if torch.compiler.is_compiling() or watched() or _wants_gradient(x, weight):
+    if _wants_gradient(x, weight) or torch.compiler.is_compiling() or watched():
         value = _LinearCrossEntropy.apply(rows, weight, flat, ignore_index, terms, code, all_reduce, weight_grad_out)
     else:
         value = _losses(rows, weight, flat, ignore_index, terms, code, all_reduce)[0]

@@ -114,10 +114,9 @@ def check_head(op: str, x: torch.Tensor, weight: torch.Tensor, target: torch.Ten
     check_device(op, x, target=target)
     if target.dtype is not torch.int64:
         raise TypeError(f"{op}: target is {target.dtype}; expected torch.int64")
-    check(
-        x.shape[:-1] == target.shape and weight.dim() == 2 and x.shape[-1] == weight.shape[1],
-        lambda: f"{op}: x {tuple(x.shape)}, weight {tuple(weight.shape)}, target {tuple(target.shape)} do not fit",
-    )
+    of_x, sizes = x.shape, weight.shape
+    if len(sizes) != 2 or of_x[:-1] != target.shape or of_x[-1] != sizes[1]:
+        raise ValueError(f"{op}: x {tuple(of_x)}, weight {tuple(sizes)}, target {tuple(target.shape)} do not fit")
 
 
 def check_out(op: str, name: str, out: torch.Tensor, weight: torch.Tensor) -> None:

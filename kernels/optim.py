@@ -109,25 +109,44 @@ def _kernel(
     loss_scale: torch.Tensor | None = None, rng: torch.Tensor | None = None, first_indices: Sequence[int] = (),
     schedule: torch.Tensor | None = None, found_inf: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    starts = list(first_indices)
-    if rng is not None and not starts:
-        starts = [0, *itertools.accumulate(-(-p.numel() // 4) * 4 for p in params)]
-    if not use_tables(params[:1]):
-        if found_inf is not None and bool(found_inf):
-            return
-        factor = _factor(grad_scale, loss_scale, exp_avgs[0].dtype)
-        _plain(
-            params, grads, exp_avgs, exp_avg_sqs, masters, factor, step, lr, beta1, beta2, eps, weight_decay,
-            rng, starts,
+    if use_tables(params[:1]):
+        _by_triton(
+            params, grads, exp_avgs, exp_avg_sqs, masters, grad_scale, step, lr, beta1, beta2, eps, weight_decay,
+            loss_scale, rng, first_indices, schedule, found_inf,
         )  # fmt: skip
-    else:
-        decay, rate, correction = (
-            (1.0, 1.0, 1.0) if schedule is not None else _numbers(step, lr, beta1, beta2, weight_decay)
-        )
-        numbers = (decay, rate, correction, beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps)
-        lists = [params, grads, exp_avgs, exp_avg_sqs] + ([masters] if masters else [])
-        _launch(lists, Step(numbers, schedule, grad_scale, loss_scale, rng, found_inf), tuple(starts))
-    # The kernels write by address, and torch's fused step says nothing of it: autograd must be told.
+        return
+    if found_inf is not None and bool(found_inf):
+        return
+    factor, starts = _factor(grad_scale, loss_scale, exp_avgs[0].dtype), _starts(params, rng, first_indices)
+    _plain(
+        params, grads, exp_avgs, exp_avg_sqs, masters, factor, step, lr, beta1, beta2, eps, weight_decay, rng, starts
+    )
+    # torch's fused step says nothing of what it writes: autograd must be told.
+    torch.autograd.graph.increment_version([*params, *exp_avgs, *exp_avg_sqs, *masters])
+
+
+def _starts(params: list[torch.Tensor], rng: torch.Tensor | None, first_indices: Sequence[int]) -> list[int]:
+    if rng is not None and not first_indices:
+        return [0, *itertools.accumulate(-(-p.numel() // 4) * 4 for p in params)]
+    return list(first_indices)
+
+
+def _by_triton(
+    params: list[torch.Tensor], grads: list[torch.Tensor], exp_avgs: list[torch.Tensor],
+    exp_avg_sqs: list[torch.Tensor], masters: list[torch.Tensor], grad_scale: torch.Tensor | None,
+    step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
+    loss_scale: torch.Tensor | None, rng: torch.Tensor | None, first_indices: Sequence[int],
+    schedule: torch.Tensor | None, found_inf: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """`_kernel` of tensors that tables may name."""
+    decay, rate, correction = (
+        (1.0, 1.0, 1.0) if schedule is not None else _numbers(step, lr, beta1, beta2, weight_decay)
+    )
+    numbers = (decay, rate, correction, beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps)
+    lists = [params, grads, exp_avgs, exp_avg_sqs] + ([masters] if masters else [])
+    starts = tuple(_starts(params, rng, first_indices)) if rng is not None or first_indices else ()
+    _launch(lists, Step(numbers, schedule, grad_scale, loss_scale, rng, found_inf), starts)
+    # The kernels write by address: autograd must be told.
     torch.autograd.graph.increment_version([*params, *exp_avgs, *exp_avg_sqs, *masters])
 
 
@@ -323,7 +342,7 @@ def adamw_(
         scales[1], rng, list(first_indices or ()), schedule, scales[2],
     )  # fmt: skip
     if direct:
-        _kernel(*arguments)
+        _by_triton(*arguments)
     else:
         with torch.no_grad():
             _adamw(*arguments)
