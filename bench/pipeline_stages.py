@@ -2,8 +2,9 @@
 
 Every stage holds one number and hands on its input times it. F, I and W last as long as the plan prices them, from
 their own start: a sleep, the arithmetic, and what is left asleep but for a short spin. A sleep alone ends when the
-machine wakes its thread, 0.16 to 0.33 ms late here, and all of that was counted as the executor's; what is over the
-plan now is the executor's, its messages', or a wait for a core. Both executors run the same stages.
+machine wakes its thread, 0.16 to 0.33 ms late with four ranks on two cores, and all of that was counted as the
+executor's; what is over the plan now is the executor's, its messages', or a wait for a core. Both executors run the
+same stages.
 
 The weight gradient is taken apart from the input's in both: by the sink that Pipeline sets, and by the `dw_builder`
 that torch's PipelineStage asks for, so that neither does anything twice. Loss and gradients have a closed form.
@@ -31,9 +32,10 @@ DTYPE = torch.float64
 # computed all the time, and that ranks whose actions begin together do not want a core for arithmetic then, too. Cold
 # it takes 0.1 to 0.25 ms, and of eight ranks four share a core.
 LEAD_S = 2e-3
-# The last part of a stage's time, which it spins: in the middle sleeps last 0.16 to 0.33 ms too long (four ranks on 2
-# cores of a firecracker VM), so that most of it is slept away; at most 1 / 160 of a core for each rank.
-SPIN_S = 250e-6
+# The last part of a stage's time, which it spins: in the middle a sleep of some ms ends 0.07 ms late where a core is
+# free (2 of a firecracker VM). A longer spin takes the core from ranks whose turn it is: with 0.25 ms ZB-H1 on eight
+# was at 1.028 of its plan, with 0.1 ms at 1.016 (ZB-V 1.037 and 1.039, 1F1B 1.016 and 1.017).
+SPIN_S = 100e-6
 # Our schedule -> torch's class of the same one; zb_h2 has none, so that torch's runtime gets our list as CSV.
 TORCH = {
     "gpipe": "ScheduleGPipe",

@@ -355,9 +355,9 @@ class LateClock:
 @pytest.mark.parametrize(
     "asked_s, late_s, work_s, lasts_s",
     [
-        (40e-3, 0.0, 0.0, 40e-3), (40e-3, 2e-4, 1e-3, 40e-3),  # whatever its sleeps and its arithmetic take
+        (40e-3, 0.0, 0.0, 40e-3), (40e-3, 9e-5, 1e-3, 40e-3),  # whatever its sleeps and its arithmetic take
         (40e-3, 3e-3, 0.0, 41e-3),  # but 3 ms without a core are not hidden: 38 + 3
-        (40e-3, 0.0, 5e-3, 43e-3), (1e-3, 2e-4, 2e-4, 1e-3), (1e-4, 1.0, 5e-5, 1e-4), (1e-4, 1.0, 5e-4, 5e-4),
+        (40e-3, 0.0, 5e-3, 43e-3), (1e-3, 9e-5, 2e-4, 1e-3), (1e-4, 1.0, 5e-5, 1e-4), (1e-4, 1.0, 5e-4, 5e-4),
         (0.0, 1.0, 5e-3, 0.0),  # no sleeping stage: not counted
     ],
 )  # fmt: skip
