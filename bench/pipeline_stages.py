@@ -193,11 +193,10 @@ class Executor:
         mine = schedule.stages_of(mesh.axis("pp").coord)
         self.stages: list[SleepingStage] = [OurStage(s, schedule.num_stages, params) for s in mine]
         self.pipeline = Pipeline(dict(zip(mine, self.stages, strict=True)), schedule, mesh)
-        self.x = x
+        self.x, self.target = x, torch.zeros(x.shape[0])
 
     def step(self) -> float:
-        rows = self.x.shape[0]
-        return self.pipeline.step({"x": self.x}, torch.zeros(rows), rows, metrics="local").loss.item()
+        return self.pipeline.step({"x": self.x}, self.target, len(self.target), metrics="local").loss.item()
 
 
 class TorchExecutor:

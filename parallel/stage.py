@@ -109,7 +109,9 @@ class StageRunner(StageMessages):
                 leaves.append(value.item())
             else:
                 leaf = value.detach()
-                leaves.append(leaf.requires_grad_() if training and spec.needs_grad else leaf)
+                if training and spec.needs_grad:
+                    leaf.requires_grad = True
+                leaves.append(leaf)
         return tuple(leaves)
 
     def backward(self, microbatch: int) -> None:
