@@ -17,11 +17,11 @@ from typing import Any
 from plait.ckpt.candidates import find_copies, is_url, local_path, opened_snapshot, split_step
 from plait.ckpt.cli_progress import progress, size_text
 from plait.ckpt.compare import compare
-from plait.ckpt.crypt import Key, load_key
+from plait.ckpt.crypt import Key, load_key, signing_key
 from plait.ckpt.errors import SnapshotDamaged, SnapshotError
 from plait.ckpt.folders import leftovers, parse_step, step_folders
 from plait.ckpt.keep import pinned_folders
-from plait.ckpt.manifest import RUN, signing_key
+from plait.ckpt.manifest import RUN
 from plait.ckpt.owner import owner_is_alive, read_record
 from plait.ckpt.reader import SnapshotReader
 from plait.ckpt.tables import TensorEntry

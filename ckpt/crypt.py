@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ KEY_BYTES = 32
 _NONCE_BYTES = 12  # random: below 2^32 blocks a key (16 EiB of 4 MiB blocks) the chance of a repeat is below 2^-32
 _TAG_BYTES = 16
 _ID_BYTES = 4
+SIGNATURE = re.compile(rb"hmac-sha256:[0-9a-f]{8}:[0-9a-f]{64}\n")  # last line of a signed manifest
 SEALED = b"plait-sealed-1\n"  # what an encrypted small file begins with
 SEAL_BYTES = _ID_BYTES + _NONCE_BYTES + _TAG_BYTES  # what a sealed block is longer than its content
 
@@ -46,6 +48,12 @@ def load_key(key: bytes | str | Key | None = None, key_file: str | Path | None =
     if len(data) != KEY_BYTES:
         raise ValueError(f"{source}: must be {KEY_BYTES} bytes or {2 * KEY_BYTES} hex digits")
     return Key(data)
+
+
+def signing_key(data: bytes) -> str | None:
+    """Returns the id of the key that a manifest's bytes say they are signed with, unchecked; None when unsigned."""
+    last = data.rstrip(b"\n").rpartition(b"\n")[2] + b"\n"
+    return last.decode().split(":")[1] if SIGNATURE.fullmatch(last) else None
 
 
 class Key:

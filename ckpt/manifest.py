@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from plait.ckpt.crypt import Key
+from plait.ckpt.crypt import SIGNATURE, Key
 from plait.ckpt.errors import SnapshotDamaged
 from plait.ckpt.values import is_float_text, no_constant, unique_keys
 
@@ -29,7 +29,6 @@ MAX_JSON_BYTES = 1 << 30  # a fragment has about 400 bytes a piece: room for two
 MAX_DIMS = 64
 CODECS = (None, "zstd", "aes-256-gcm", "zstd+aes-256-gcm")  # of a piece: how a coded copy stores its blocks
 FILE_NAME = re.compile(r"r(\d{5,})(?:\.s\d{9,})?(?:\.p(\d{5,}))?\.safetensors")  # a data file, a base, a part
-_SIGNATURE = re.compile(rb"hmac-sha256:[0-9a-f]{8}:[0-9a-f]{64}\n")
 
 T = TypeVar("T", bound="DataclassInstance")
 
@@ -221,7 +220,7 @@ def from_bytes(kind: type[T], data: bytes, where: str, key: Key | None = None) -
     signature = b""
     if kind is Manifest and tail.startswith(wanted_tail):
         tail, signature = wanted_tail, tail[len(wanted_tail) :]
-    if not newline or tail != wanted_tail or (signature and not _SIGNATURE.fullmatch(signature)):
+    if not newline or tail != wanted_tail or (signature and not SIGNATURE.fullmatch(signature)):
         raise SnapshotDamaged(f"{where}: the digest in its last line does not match (truncated or changed)")
     if key is not None:
         if not signature:
@@ -236,12 +235,6 @@ def from_bytes(kind: type[T], data: bytes, where: str, key: Key | None = None) -
     if wanted is not None and record.format != wanted:  # type: ignore[attr-defined]
         raise SnapshotDamaged(f"{where}: format {raw['format']!r}; this plait reads {wanted!r}")
     return record
-
-
-def signing_key(data: bytes) -> str | None:
-    """Returns the id of the key that a manifest's bytes say they are signed with, unchecked; None when unsigned."""
-    last = data.rstrip(b"\n").rpartition(b"\n")[2] + b"\n"
-    return last.decode().split(":")[1] if _SIGNATURE.fullmatch(last) else None
 
 
 def _digest_line(line: bytes) -> bytes:
@@ -276,11 +269,16 @@ def part_name(rank: int, step: int | None, number: int) -> str:
 def _record(kind: type[T], raw: Any, where: str) -> T:
     if type(raw) is not dict:
         raise SnapshotDamaged(f"{where}: {kind.__name__} is not an object")
+    if kind is Piece and raw.keys() == _PIECE.keys() and all(check(raw[n]) for n, check in _PIECE.items()):
+        return kind(*[tuple(v) if type(v) is list else v for v in map(raw.__getitem__, _PIECE)])  # most of a file
     declared = kind.__dataclass_fields__
     odd = [n for n in sorted(raw.keys() ^ declared.keys()) if n in raw or "optional" not in declared[n].metadata]
     if odd:
         raise SnapshotDamaged(f"{where}: {kind.__name__} has unknown or missing fields {odd}")
     return kind(**{name: _field(kind, name, raw[name], where) for name in declared if name in raw})
+
+
+_PIECE = {name: _CHECKS[declared.metadata["kind"]] for name, declared in Piece.__dataclass_fields__.items()}
 
 
 def _field(owner: type[DataclassInstance], name: str, value: Any, where: str) -> Any:

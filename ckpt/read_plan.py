@@ -50,6 +50,20 @@ def moves_of(target: Target, late: list[tuple[torch.Tensor, torch.Tensor]]) -> I
         late.append((tensor, torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)))
         tensor = late[-1][1]
     item = target.entry.dtype.itemsize
+    only = target.entry.sources[0] if len(target.entry.sources) == 1 else None
+    if (
+        only is not None
+        and target.flat is only.piece.flat is None
+        and target.box
+        == (
+            only.piece.offset,
+            only.piece.shape,
+        )
+    ):  # nearly all of a state that goes back onto the grid that it came from
+        if target.box.numel:
+            move = _move(only.piece.file_offset, target.box.numel, target.box.shape, tensor, target.entry.dtype)
+            yield (only.rank, only.piece.source_step), move
+        return
     filled = 0
     for wanted in parts_of(target.box, target.flat):
         view = tensor
