@@ -47,7 +47,18 @@ class Limits:
         """Direct pwrite into a new, preallocated file, fdatasync, folders synced; returns the seconds."""
         start = time.perf_counter()
         path.parent.mkdir()
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT)
+        self.fill(path, os.O_CREAT | os.O_EXCL, threads)
+        return time.perf_counter() - start
+
+    def overwrite(self, path: Path, threads: int) -> float:
+        """The same into the file of an earlier `write`, whose blocks are allocated and were written; the seconds."""
+        start = time.perf_counter()
+        self.fill(path, 0, threads)
+        return time.perf_counter() - start
+
+    def fill(self, path: Path, flags: int, threads: int) -> None:
+        """Opens with these flags, writes all bytes, syncs file and folders."""
+        fd = os.open(path, os.O_RDWR | os.O_DIRECT | flags)
         try:
             os.posix_fallocate(fd, 0, self.padded)
             self.timed(threads, self.requests(lambda view, at: os.pwrite(fd, view, at)))
@@ -55,7 +66,6 @@ class Limits:
         finally:
             os.close(fd)
         sync_folders(path.parent)
-        return time.perf_counter() - start
 
     def read(self, path: Path, threads: int) -> float:
         """Direct preadv of the whole file into resident memory; returns the seconds."""

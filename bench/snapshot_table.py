@@ -17,8 +17,15 @@ from plait.bench.spec import CaseResult, Measured
 from plait.bench.stats import paired_ratio
 
 OURS = ("plait", "plait guarded")
-HEADER = ["way", "stall, first ms", "stall, warm ms", "x memcpy", "durable s", "% of direct write", "fsync added s"]
-HEADER += ["lost, 1 thread", "lost, all cores", "restore cold s", "% of direct read", "restore warm s"]
+HEADER = ["way", "stall, first ms", "stall, warm ms", "x memcpy", "durable s", "% of direct write", "of overwrite"]
+HEADER += [
+    "fsync added s",
+    "lost, 1 thread",
+    "lost, all cores",
+    "restore cold s",
+    "% of direct read",
+    "restore warm s",
+]
 HEADER += ["memory to save MiB", "to restore MiB"]
 MIB = 1 << 20
 
@@ -58,6 +65,7 @@ def row(name: str, measured: Measured) -> list[str]:
         cell(figures, "stall warm / memcpy", 1, ".2f"),
         cell(figures, "durable warm s", 1, ".2f"),
         cell(figures, "direct write / durable", 100, ".0f"),
+        cell(figures, "direct overwrite / durable", 100, ".0f"),
         f"{added:.2f}" if "fsync added" in measured.check else "0",
         lost(figures, 1),
         lost(figures, most_threads(figures)) if most_threads(figures) > 1 else "-",

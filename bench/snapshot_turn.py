@@ -31,7 +31,7 @@ from plait.bench.snapshot_way import Pending, Provider, Saved, State, save, sync
 from plait.bench.spec import WrongResultError
 
 Samples = dict[str, list[float]]
-WARM = 2  # saves after the first
+WARM = 2  # saves that are counted as warm: from the third on, since retention removes nothing before the second
 MIB = 1 << 20
 ODD = 1013  # elements by which tensor sizes differ: no multiple of a page, a block or a vector
 COLD = 0.02  # share of a save's pages that may be left in the cache by the advice to drop them
@@ -127,8 +127,7 @@ class Turn:
     def saves(self) -> Path:
         """The first save and those after it, while nothing trains; returns the last one's folder."""
         last: Path | None = None
-        for index in range(1 + WARM):
-            kind = "warm" if index else "first"
+        for kind in ["first", "second", *["warm"] * WARM]:
             self.training.steps(1)
             saved = save(self.provider, self.folder(), self.state)
             self.note(f"stall {kind}", saved.stall_s)
@@ -210,6 +209,7 @@ def limits_of(root: Path, params: dict[str, Any]) -> Samples:
             samples.setdefault(f"write {threads}", []).append(limits.write(path, threads))
             memory.drop_from_cache(path.parent)
             samples.setdefault(f"read {threads}", []).append(limits.read(path, threads))
+            samples.setdefault(f"overwrite {threads}", []).append(limits.overwrite(path, threads))
             shutil.rmtree(path.parent)
     return samples
 

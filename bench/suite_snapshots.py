@@ -30,7 +30,7 @@ from plait import _C
 from plait.bench import snapshot_table, snapshot_whole
 from plait.bench.providers import not_asked
 from plait.bench.snapshot_memory import drop_from_cache
-from plait.bench.snapshot_peers import build
+from plait.bench.snapshot_peers import Plait, build
 from plait.bench.snapshot_way import State, save
 from plait.bench.spec import Case, CaseResult, Measured, Options, Suite, WrongResultError
 from plait.bench.stats import paired_ratio
@@ -38,9 +38,10 @@ from plait.bench.stats import paired_ratio
 MIB = 1 << 20
 BUDGET_S = 15.0  # no new round after that, ...
 MIN_ROUNDS = 5  # ... but these are taken
+ROOM = 5  # states on the disk at once, at most: plait's newest, one that it will write over, and another's save
 LIMITS = {
     "stall": "memcpy of the state into resident memory, two threads",
-    "durable": "one write_file of the state",
+    "durable": "one write_file of the state into a new file (plait writes over one that its retention gave up)",
     "restore": "one read_ranges of the state, checksums verified",
 }
 ODD = 1013  # elements by which tensor sizes differ: no multiple of a page, a block or a vector
@@ -101,7 +102,8 @@ class Bench:
             seconds = self.restore(name, saved.path, checked)
             if self.kind == "restore":
                 times["restore"] = seconds
-        shutil.rmtree(saved.path)
+        if not isinstance(provider, Plait):  # whose retention removes the one before, as in a run
+            shutil.rmtree(saved.path)
         for quantity, seconds in times.items() if counted else ():
             self.samples[name].setdefault(quantity, []).append(seconds)
 
@@ -124,7 +126,7 @@ def measure(case: Case, options: Options) -> CaseResult:
     """Runs one case; params may name a `folder` on the disk to measure (default: the system's temporary folder).
 
     Ends after BUDGET_S, but not before MIN_ROUNDS (or fewer, where fewer are asked for). ValueError where the disk
-    lacks room; one state lies on it at a time.
+    lacks room.
     """
     if case.params["quantity"] == "all":
         return snapshot_whole.measure(case, options)
@@ -133,8 +135,8 @@ def measure(case: Case, options: Options) -> CaseResult:
     order = random.Random(options.seed)
     with tempfile.TemporaryDirectory(prefix="plait-bench-", dir=case.params.get("folder")) as text, quiet():
         facts = _C.io_facts(text)
-        if facts["free_bytes"] < 3 * nbytes:
-            raise ValueError(f"folder {text!r} has {facts['free_bytes']} bytes free; this case needs {3 * nbytes}")
+        if facts["free_bytes"] < ROOM * nbytes:
+            raise ValueError(f"folder {text!r} has {facts['free_bytes']} bytes free; this case needs {ROOM * nbytes}")
         bench = Bench(Path(text), case, options)
         try:
             names = list(bench.providers)

@@ -21,7 +21,7 @@ import torch
 
 from plait.bench import providers, snapshot_memory, snapshot_table, snapshot_turn, snapshot_whole, suite_snapshots
 from plait.bench.snapshot_training import Nudge, Training
-from plait.bench.snapshot_way import Pending
+from plait.bench.snapshot_way import Pending, save
 from plait.bench.spec import Case, CaseResult, Measured, Options
 from tests.ranks import run_ranks
 
@@ -48,6 +48,20 @@ def test_a_turn_measures_everything_and_checks_what_it_loads(name, tmp_path):
     for whole_s, part_s in zip(samples["durable warm"], samples["stall warm"], strict=True):
         assert 0 < part_s <= whole_s
     assert re.match(r"\w+ \d", answer["about"])
+
+
+def test_warm_saves_of_ours_write_over_the_file_that_retention_gave_up_as_in_a_long_run(tmp_path, monkeypatch):
+    inodes = []
+
+    def noted(provider, folder, state):
+        saved = save(provider, folder, state)
+        inodes.append(os.stat(saved.path / "r00000.safetensors").st_ino)
+        return saved
+
+    monkeypatch.setattr(snapshot_turn, "save", noted)
+    samples = snapshot_turn.run("plait", tmp_path, {**PARAMS, "threads": [1]})["samples"]
+    assert inodes[:2] == inodes[2:] and inodes[0] != inodes[1]
+    assert len(samples["durable second"]) == 1 and len(inodes) == 2 + snapshot_turn.WARM
 
 
 @pytest.mark.parametrize("name", ["torchsnapshot", "nvidia-resiliency-ext", "deepspeed", "orbax", "dcp async pinned"])
@@ -145,7 +159,8 @@ def test_rounds_take_everyone_and_leave_nothing(tmp_path):
     ours, peer = result.providers["plait"], result.providers["safetensors"]
     assert len(ours.samples_s) == len(peer.samples_s) == 2 * snapshot_turn.WARM
     assert len([name for name in ours.figures if name.startswith("stall first s #")]) == 2
-    for name in ("stall first / memcpy", "direct write / durable", "direct read / restore cold"):
+    ratios = ("stall first / memcpy", "direct write / durable", "direct overwrite / durable")
+    for name in (*ratios, "direct read / restore cold"):
         assert 0 < ours.figures[f"{name} low"] <= ours.figures[name] <= ours.figures[f"{name} high"]
     assert "never syncs: fsync added here" in peer.check and "fsync" not in ours.check
     for kind in snapshot_whole.LIMITS:
