@@ -10,6 +10,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from functools import cached_property
 from pathlib import Path
 
 from plait.ckpt.agree import Agreement
@@ -22,7 +23,7 @@ from plait.ckpt.keep import Policy, retain
 from plait.ckpt.manifest import Fragment
 from plait.ckpt.ownership import Ownership
 from plait.ckpt.part import write_part
-from plait.ckpt.spare import clear_spares
+from plait.ckpt.spare import can_reuse, clear_spares
 from plait.ckpt.uploads import Tiers
 
 _GRACE_S = 30.0  # how long a program that ends without close() still waits for a save in flight
@@ -196,10 +197,14 @@ class Background:
             if int(path.name.rpartition("-")[2]) < sequence:
                 remove_folder(writer.io, path)
 
+    @cached_property
+    def _can_reuse(self) -> bool:
+        return can_reuse(self.writer.root)
+
     def _spare_ranks(self) -> Collection[int]:
         """Returns whose data files retention leaves for the next save to write over."""
         writer = self.writer
-        if not writer.reuse:
+        if not (writer.reuse and self._can_reuse):
             return ()
         return range(writer.world_size) if writer.disks is None else writer.disks.here
 

@@ -17,6 +17,16 @@ from plait import _C
 from plait.ckpt.folders import remove_folder, session_trash
 from plait.ckpt.manifest import MANIFEST, data_name
 
+FILE_SYSTEMS = ("ext4", "xfs", "tmpfs")  # those of csrc/io.cpp that know who has a file open
+
+
+def can_reuse(root: Path) -> bool:
+    """False where no file could be reused, so that none is to be kept; also on a disk that takes no file just now."""
+    try:
+        return _C.io_facts(root)["filesystem"] in FILE_SYSTEMS
+    except OSError:
+        return False
+
 
 def spare_names(trash: Path, ranks: Collection[int]) -> set[str]:
     """Returns the data files of these ranks in a folder that goes: those with one name, as a base has another."""

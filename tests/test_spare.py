@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from plait import _C
-from plait.ckpt import Sharded, Snapshots, part
+from plait.ckpt import Sharded, Snapshots, part, spare
 from plait.ckpt import cli as snapshot_cli
 from plait.ckpt.folders import leftovers
 from plait.ckpt.keep import reading
@@ -174,6 +174,14 @@ def test_it_can_be_turned_off(tmp_path):
             save(snapshots, step)
             assert trash(tmp_path) == []
     assert "is_sole" not in [name for name, _ in io.ops]
+
+
+def test_where_the_file_system_cannot_tell_none_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(spare, "FILE_SYSTEMS", ("overlayfs",))
+    with Snapshots(tmp_path, keep_last=1) as snapshots:
+        for step in (1, 2, 3):
+            save(snapshots, step)
+            assert trash(tmp_path) == []
 
 
 def test_only_the_one_removed_last_stays(tmp_path):
