@@ -302,6 +302,15 @@ def test_blocking_interleaved_is_judged_too():
         interleaved(2, 2, 4).check(blocking=True)
 
 
+def test_a_blocking_send_meets_its_own_receive_only():
+    """Rank 1 receives, but another message than the one that rank 0 sends: not a rendezvous."""
+    text = "0F0,2F0,0F1,2F1,2B0,0B0,2B1,0B1\n1F0,1F1,3F0,3F1,3B0,1B0,3B1,1B1\n"
+    parse_csv(text).check()
+    with pytest.raises(ScheduleError) as caught:
+        parse_csv(text).check(blocking=True)
+    assert "rank 0 at 2F0 sends 2F0 (rank 1); rank 1 at 1F1 waits for 0F1 (rank 0)" in str(caught.value)
+
+
 def test_a_link_posted_out_of_order_is_rejected():
     """Case 7: communicators that ranks enqueue in different order."""
     lowered = lower(gpipe(2, 3))

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from plait.parallel.mesh import Mesh
 from plait.parallel.pipeline import Pipeline
 from plait.parallel.recompute import Policy, recompute, recompute_early
-from plait.parallel.schedules import NAMES, build, gpipe, one_f_one_b
+from plait.parallel.schedules import NAMES, build, gpipe, one_f_one_b, parse_csv
 from plait.parallel.schedules.lowering import idle_before
 from tests.ranks import run_ranks
-from tests.test_executor import Stack, layers_of, rows_of
+from tests.test_executor import THREE_ON_TWO, Stack, layers_of, rows_of
 
 pytestmark = pytest.mark.ranks
 
@@ -104,6 +104,8 @@ def test_room_is_where_the_plan_waits_as_long_as_a_forward():
     assert idle_before(one_f_one_b(2, 4), 0) == {(0, 0), (0, 3)}
     assert idle_before(one_f_one_b(2, 4), 1) == set()
     assert idle_before(gpipe(4, 8), 0) == {(0, 0)}
+    uneven = parse_csv(THREE_ON_TWO)  # rank 1 waits half a forward of its only stage before 1B0
+    assert idle_before(uneven, 0) == {(0, 0), (0, 1)} and idle_before(uneven, 1) == set()
     for name in NAMES:
         assert idle_before(build(name, 1, 4), 0) == set(), name
 

@@ -84,6 +84,30 @@ def test_more_chunks_are_tried_where_they_are_asked_for(split):
     assert found.simulate().makespan <= best == 26.25
 
 
+def test_a_named_schedule_is_the_answer_where_no_list_is_as_good():
+    """Random problems rarely have one; here the best list takes 31.5."""
+    costs = Costs(2, 3, 2, 1, 0)
+    found = search(2, 6, costs, memory_limit=2, chunks=(2,))
+    assert found.name == "search(zb_v)" and found.simulate(shared(costs, found)).makespan == pytest.approx(31)
+
+
+def test_the_shortest_span_is_not_the_shortest_makespan():
+    costs = Costs(1, 3, 1, 2, 0.1)
+
+    def figures(objective: str) -> tuple[float, float]:
+        line = search(4, 8, costs, memory_limit=6, chunks=(1,), objective=objective).simulate(costs)
+        return line.makespan, max(lane[-1].end - lane[0].start for lane in line.lanes)
+
+    by_makespan, by_span = figures("makespan"), figures("span")
+    assert by_makespan[0] < by_span[0] and by_span[1] < by_makespan[1]
+
+
+def test_of_equal_times_the_least_memory_is_taken():
+    """GPipe is as quick as 1F1B and fits, but holds twice as much."""
+    found = search(4, 8, memory_limit=8, split=False, chunks=(1,))
+    assert found.simulate().makespan == 33 and max(held(found)) == 4
+
+
 def test_held_counts_queued_weight_gradients():
     assert held(zb_h1(4, 8), 0.0) == (4, 3, 2, 1)
     assert held(zb_h1(4, 8), 1.0) == (4, 4, 4, 4)

@@ -189,6 +189,13 @@ def test_the_slowest_stage_sets_the_pace_of_gpipe(p, m):
         assert gpipe(p, m).simulate(costs).makespan == float(expected)
 
 
+def test_ideal_is_the_time_of_the_busiest_rank():
+    """Not of the mean: uneven stages are no bubble of the schedule."""
+    line = one_f_one_b(2, 4).simulate(Costs([1, 3], [2, 6], 1, 1))
+    assert line.busy == (12, 36) and line.makespan == 39
+    assert line.bubble_over_ideal == pytest.approx(39 / 36 - 1) and line.bubble == pytest.approx(1 - 48 / 78)
+
+
 def test_layers_embedding_and_head_become_stages():
     """Six layers over four stages are 2, 2, 1, 1; the embedding is on the first, the head on the last."""
     costs = LayerCosts(6, Part(1, 2, 3, 10), Part(0, 0, 5, 1), Part(4, 4, 4, 7), send=0.5).stages(4)
