@@ -309,6 +309,26 @@ def test_zero2_takes_gradients_in_any_order_and_none():
     assert sorted(flat.tolist()) == [0.0] * (flat.numel() - 128) + [6.0] * 128
 
 
+def body_sharded_order(rank):
+    """Matrices of three sizes get their gradients in opposite orders on the two ranks, twice."""
+    log = Log()
+    params = [nn.Parameter(torch.zeros(16 * (i + 1), 8)) for i in range(3)]
+    dp = DataParallel({0: nn.ParameterList(params)}, Mesh.create(dp=2), zero=2, bucket_bytes=1)
+    for _ in range(2):
+        for index in [(2, 1, 0), (0, 1, 2)][rank]:
+            accumulate(params[index], torch.full_like(params[index], float(rank + 1)))
+    dp.reduce(0)
+    dp.finish()
+    return [event[2] for event in log.events], [sorted(set(bucket.grads.tolist())) for bucket in dp.buckets]
+
+
+@pytest.mark.ranks
+def test_zero2_starts_its_sums_in_one_order_on_all_ranks():
+    (sizes, first), (again, second) = run_ranks(2, body_sharded_order)
+    assert sizes == again == [384, 256, 128] * 2
+    assert first == second == [[6.0]] * 3
+
+
 # ---- how a sum travels -------------------------------------------------------------------------------------------
 
 

@@ -235,6 +235,39 @@ def test_what_a_stage_passes_on_stays_whole_until_the_next_stages_w():
     run_ranks(2, run_passing)
 
 
+class Shifted(nn.Module):
+    """Adds its weight, whose gradient autograd takes from the message as it is; the last squares."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.weight = nn.Parameter(torch.zeros(2, WIDTH, dtype=DTYPE))
+
+    def input_specs(self, inputs: dict[str, Any]) -> tuple[TensorSpec, ...]:
+        return (TensorSpec((2 * WIDTH,), DTYPE, needs_grad=True),)
+
+    def forward(self, x: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Any, ...]:
+        if self.index:
+            return ((x[0].view(2, WIDTH) + self.weight) ** 2).sum(), 2, {}
+        return ((inputs["x"] + self.weight).view(-1),)
+
+
+def run_shifted(rank: int) -> Tensor:
+    stage = Shifted(rank)
+    pipeline = Pipeline({rank: stage}, one_f_one_b(2, 4), Mesh.create(pp=2))
+    for _ in range(2):
+        stage.weight.grad = None
+        pipeline.step({"x": torch.arange(8.0 * WIDTH, dtype=DTYPE).view(8, WIDTH)}, torch.zeros(8, WIDTH), 1)
+    return stage.weight.grad
+
+
+def test_a_gradient_that_is_the_message_itself_outlives_its_buffer():
+    """Autograd keeps a first gradient without a copy; the next message came into the same memory."""
+    wanted = 2 * torch.arange(8.0 * WIDTH, dtype=DTYPE).view(4, 2, WIDTH).sum(0)
+    for grad in run_ranks(2, run_shifted):
+        assert torch.equal(grad, wanted)
+
+
 def test_layers_that_cannot_split_are_named_and_search_leaves_splits_out():
     """Case 62: zero bubble slower than 1F1B where the weight gradient cannot be taken apart."""
     able, unable = Stack(range(2), 0, 1), WholeStack(range(2), 0, 1)
