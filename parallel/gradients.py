@@ -69,13 +69,21 @@ def inseparable(module: nn.Module) -> tuple[str, ...]:
 
     A schedule with I and W runs them all the same, but their W is empty: `search(split=False)` leaves such schedules
     out. A layer that can split has a `weight_grads` sink; a frozen one has nothing to split, and neither have vectors
-    (the scales of a norm, biases): their gradients are sums over what I reads anyway, no products that W could take.
+    (the scales of a norm, biases): their gradients are sums over what I reads anyway, no products that W could take;
+    nor has a mere name for the weight of a layer that can: a module without a forward.
     """
+    layers = dict(module.named_modules())
+    split = {
+        id(p) for layer in layers.values() if hasattr(layer, "weight_grads") for p in layer.parameters(recurse=False)
+    }
+
+    def makes_weight_gradients(layer: nn.Module) -> bool:
+        is_name = type(layer).forward is nn.Module.forward
+        own = layer.parameters(recurse=False)
+        return any(p.requires_grad and p.dim() > 1 and not (is_name and id(p) in split) for p in own)
+
     return tuple(
-        name
-        for name, layer in module.named_modules()
-        if not hasattr(layer, "weight_grads")
-        and any(p.requires_grad and p.dim() > 1 for p in layer.parameters(recurse=False))
+        name for name, layer in layers.items() if not hasattr(layer, "weight_grads") and makes_weight_gradients(layer)
     )
 
 

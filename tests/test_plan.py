@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import plait.plan
+from plait.block import Options
 from plait.ckpt import Snapshots
 from plait.config import ConfigError, parse
-from plait.parallel.schedules import Op, Schedule
+from plait.model import LlamaStage, plan_stages
+from plait.model_config import model_config
+from plait.parallel.gradients import inseparable
+from plait.parallel.mesh import Axis
+from plait.parallel.schedules import Op, Schedule, one_f_one_b
 from plait.parallel.schedules.action import singles
 from plait.plan import make_plan
 
@@ -120,6 +127,21 @@ def test_search_splits_backward_only_where_the_model_and_zero_can(
     whole = nn.Sequential(plait.plan.one_block_model(plan.model), nn.Linear(2, 2))
     monkeypatch.setattr(plait.plan, "one_block_model", lambda model: whole)
     assert not uses_w(make_plan(parse(flags))) and asked == [True, True, False, False]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_no_stage_of_the_model_says_that_it_cannot_split(tied: bool) -> None:
+    """The last stage of a tied model did, for the second name of its head's weight: so a run's own costs kept every
+    split schedule from `search`."""
+    model = replace(model_config("tiny"), tied=tied)
+    for num_stages in (1, 2, 4):
+        stages = plan_stages(model, one_f_one_b(num_stages, 2))
+        for index in range(num_stages):
+            stage = LlamaStage(model, index, stages, Axis.single(), Options(device="meta"))
+            assert inseparable(stage) == (), (num_stages, index)
+    bare = nn.Module()  # its weight is somebody else's business: it says so
+    bare.weight = nn.Parameter(torch.zeros(2, 2))
+    assert inseparable(nn.Sequential(bare)) == ("0",)
 
 
 def test_metrics_that_cannot_be_written_are_refused_before_training(tmp_path: Path) -> None:
