@@ -62,10 +62,9 @@ def _in_folder(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], lis
         for f in step_folders(root)
     ]
     owner = read_record(root / "LOCK")
-    spare = (
-        f".trash-{owner.get('session')}-" if owner.get("held") and owner_is_alive(owner) else RUN
-    )  # of a living run
-    left = [path.name for path in leftovers(root, NO_SESSION) if not path.name.startswith(spare)]
+    left = [path.name for path in leftovers(root, NO_SESSION)]
+    if owner.get("held") and owner_is_alive(owner):  # its spares are no leftovers
+        left = [name for name in left if not name.startswith(f".trash-{owner.get('session')}-")]
     if not rows and not left and not (root / RUN).is_file():
         one = parse_step(root.absolute()) is not None
         hint = "it is one snapshot; `plait snapshot verify` takes one" if one else f"it has no {RUN} and no snapshot"

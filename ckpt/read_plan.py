@@ -14,7 +14,7 @@ import torch
 
 from plait.ckpt.box import Box, Shape, intersect, parts_of, spans, strides_of
 from plait.ckpt.errors import SnapshotError
-from plait.ckpt.tables import TensorEntry
+from plait.ckpt.tables import Source, TensorEntry
 
 MAX_GAP_BYTES = 64 << 10  # runs closer than this are read as one
 MAX_SPAN_BYTES = 16 << 20  # ... up to this much at once
@@ -43,6 +43,15 @@ class Move(NamedTuple):
     direct: bool
 
 
+def _only_source(target: Target) -> Source | None:
+    """Returns the piece that is the whole target: nearly all of a state that goes back onto the grid it came from."""
+    if len(target.entry.sources) != 1 or target.flat is not None:
+        return None
+    only = target.entry.sources[0]
+    same = only.piece.flat is None and target.box == (only.piece.offset, only.piece.shape)
+    return only if same else None
+
+
 def moves_of(target: Target, late: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterable[tuple[FileKey, Move]]:
     """Yields (file, move) for all that a target needs. SnapshotError when the pieces leave a part of it unfilled."""
     tensor = target.tensor
@@ -50,16 +59,7 @@ def moves_of(target: Target, late: list[tuple[torch.Tensor, torch.Tensor]]) -> I
         late.append((tensor, torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)))
         tensor = late[-1][1]
     item = target.entry.dtype.itemsize
-    only = target.entry.sources[0] if len(target.entry.sources) == 1 else None
-    if (
-        only is not None
-        and target.flat is only.piece.flat is None
-        and target.box
-        == (
-            only.piece.offset,
-            only.piece.shape,
-        )
-    ):  # nearly all of a state that goes back onto the grid that it came from
+    if (only := _only_source(target)) is not None:
         if target.box.numel:
             move = _move(only.piece.file_offset, target.box.numel, target.box.shape, tensor, target.entry.dtype)
             yield (only.rank, only.piece.source_step), move
