@@ -76,6 +76,8 @@ class DataParallel(GridNorm):
     pair.
     """
 
+    whole_stages = 0
+
     def __init__(
         self,
         stages: Mapping[int, nn.Module],
@@ -159,6 +161,11 @@ class DataParallel(GridNorm):
                 bucket.sums.drop()
         self._shards.drop()
         self.zero_grad()
+
+    def unshard(self, stage: int) -> None:
+        """UNSHARD: nothing to do, the weights are whole; `reshard` likewise."""
+
+    reshard = unshard
 
     def open(self, stage: int) -> None:
         """The last backward of the stage begins: from now on its buckets start as they fill."""

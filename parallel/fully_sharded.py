@@ -7,8 +7,9 @@ counted by whom, and which box of the full tensor a shard is. `FullySharded` has
 `ShardedAdamW` takes it as it takes that one: one "bucket" per parameter, which is this rank's shard.
 
 Every micro-batch gathers each unit twice and scatters its gradients once, 1.5 times the bytes of ZeRO-1 per
-micro-batch (Rajbhandari et al. 2020, section 7; torch.distributed.fsdp.fully_shard). With a pipeline the weights stay
-gathered from their first use to the end of the step, as several micro-batches are under way.
+micro-batch (Rajbhandari et al. 2020, section 7; torch.distributed.fsdp.fully_shard). With a pipeline several
+micro-batches are under way, so a stage's weights stay gathered while it is one of the next `WHOLE_STAGES` that its
+rank computes: UNSHARD in the lane gathers them, RESHARD lets go of them.
 
 Sharded in a node (`in_node`; PyTorch's HSDP) a gather never leaves its node, and what crosses nodes is the sum of a
 shard's gradients, once per step; the price is memory: every node holds all weights, gradients and moments once.
@@ -36,6 +37,7 @@ from plait.parallel.placement import Placement
 from plait.parallel.schedules import Schedule
 
 Units = Callable[[nn.Module], Sequence[nn.Module]]
+WHOLE_STAGES = 2  # the one that computes, and the next, which is gathered meanwhile
 
 
 def layers_of(stage: nn.Module) -> list[nn.Module]:
@@ -117,6 +119,7 @@ class FullySharded(GridNorm):
             raise ValueError(f"zero=3: {', '.join(shared)} is shared by two stages of one rank; use zero=2")
         dtypes = [slot.param.dtype for slot in slots]  # of the model; the shards may be wider
         kept = mesh.axis("pp").size > 1  # several micro-batches use a stage's weights in turn
+        self.whole_stages = WHOLE_STAGES if kept else 0
         torch_mesh = _torch_mesh(mesh, self._inside, self._across)
         for stage in stages.values():
             _wrap(stage, torch_mesh, self._inside.size, units, wire_dtype, reshard=not kept)
@@ -139,6 +142,16 @@ class FullySharded(GridNorm):
         """Gives a step up: there are no gradients and no gathered weights."""
         self.finish()
         self.zero_grad()
+
+    def unshard(self, stage: int) -> None:
+        """UNSHARD: starts to gather the stage's weights; what uses them waits."""
+        for module in self._units(stage):
+            module.unshard(async_op=True)
+
+    def reshard(self, stage: int) -> None:
+        """RESHARD: lets go of the stage's gathered weights."""
+        for module in self._units(stage):
+            module.reshard()
 
     def open(self, stage: int) -> None:
         """FSDP2 scatters the gradients of every micro-batch; from now on their sums cross the nodes, too."""
@@ -164,10 +177,11 @@ class FullySharded(GridNorm):
 
     def finish(self) -> None:
         """Ends the step: lets go of gathered weights, which an update will make old. Nothing is under way here."""
-        for stage in self._stages.values():
-            for module in stage.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+        for stage in self._stages:
+            self.reshard(stage)
+
+    def _units(self, stage: int) -> Iterator[FSDPModule]:
+        return (module for module in self._stages[stage].modules() if isinstance(module, FSDPModule))
 
     def _cross_nodes(self, stage: nn.Module, *, now: bool) -> None:
         """Whether scattered gradients are summed over the nodes at once, or kept until they are."""

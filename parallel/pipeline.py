@@ -17,13 +17,14 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from plait.parallel import microbatches
 from plait.parallel.gradients import inseparable
 from plait.parallel.headers import Channel, ChannelError, ChannelTimeout, TensorSpec
 from plait.parallel.mesh import Mesh
 from plait.parallel.p2p import P2P
 from plait.parallel.results import Results, StepResult, StepState
 from plait.parallel.schedules import Action, Event, Op, Schedule, lower, on_one_rank
-from plait.parallel.schedules.action import BACKWARD, COMPUTE, WEIGHT, singles
+from plait.parallel.schedules.action import BACKWARD, COMPUTE, PER_STAGE, WEIGHT, singles
 from plait.parallel.schedules.lowering import idle_before
 from plait.parallel.stage import StageRunner
 
@@ -32,6 +33,14 @@ __all__ = ["ChannelError", "ChannelTimeout", "GradientReducer", "Pipeline", "Ste
 
 class GradientReducer(Protocol):
     """What the pipeline asks of data parallelism (plait.parallel.data.DataParallel)."""
+
+    whole_stages: int  # of a rank, whose weights are gathered at one time; 0: weights are never apart
+
+    def unshard(self, stage: int) -> None:
+        """UNSHARD: the stage's weights are needed soon; start to gather them."""
+
+    def reshard(self, stage: int) -> None:
+        """RESHARD: other stages come first; let go of the stage's gathered weights."""
 
     def open(self, stage: int) -> None:
         """The stage's last micro-batch is about to add its weight gradients."""
@@ -85,7 +94,7 @@ class Pipeline:
         self.schedule, self.mesh = schedule, mesh
         self._axis, self._data_parallel = axis, data_parallel
         self._state = StepState()
-        lowered = lower(schedule)
+        lowered = lower(schedule, unshard=data_parallel.whole_stages if data_parallel is not None else 0)
         if lowered is not schedule:
             lowered.check()
         self._lane = lowered.lanes[axis.coord]
@@ -143,11 +152,11 @@ class Pipeline:
                 plan.append((self._opener(), action.stage, None))
             if action.op in COMPUTE:
                 plan.append((self._call(action), action.microbatch, action))
-            elif action.op in (Op.TIE_GRAD, Op.REDUCE_GRAD):
+            elif action.op in PER_STAGE:
                 if self._data_parallel is not None:
-                    call = self._data_parallel.tie if action.op is Op.TIE_GRAD else self._data_parallel.reduce
-                    plan.append((call, action.stage, action))
-            elif action.op not in (Op.UNSHARD, Op.RESHARD):
+                    timed = action if action.op in (Op.TIE_GRAD, Op.REDUCE_GRAD) else None
+                    plan.append((self._of_data_parallel(action.op), action.stage, timed))
+            else:
                 plan.append((self._call(action), action.microbatch, None))
         return plan
 
@@ -157,6 +166,11 @@ class Pipeline:
     def _opener(self) -> Callable[[int], None]:
         assert self._data_parallel is not None
         return self._data_parallel.open
+
+    def _of_data_parallel(self, op: Op) -> Callable[[int], None]:
+        dp = self._data_parallel
+        assert dp is not None
+        return {Op.TIE_GRAD: dp.tie, Op.REDUCE_GRAD: dp.reduce, Op.UNSHARD: dp.unshard, Op.RESHARD: dp.reshard}[op]
 
     def _call(self, action: Action) -> Callable[[int], None]:
         """The method of the stage's runner that does the action."""
@@ -223,7 +237,8 @@ class Pipeline:
             raise ValueError(f"metrics={metrics!r} must be 'mean' or 'local'")
         state, count = self._state, self.schedule.num_microbatches
         listed = not isinstance(inputs, Mapping)
-        state.microbatches = _listed(inputs, targets, count) if listed else _split(inputs, targets, count)
+        cut = microbatches.listed if listed else microbatches.split
+        state.microbatches = cut(inputs, targets, count)
         if training and divisor:
             for each in state.microbatches:
                 each["sum_grad"] = 1.0 / divisor
@@ -312,38 +327,3 @@ def _channels(schedule: Schedule) -> list[Channel]:
             channels.append(Channel(stage, "F", place[stage], place[stage + 1], 2 * stage))
             channels.append(Channel(stage + 1, "G", place[stage + 1], place[stage], 2 * stage + 1))
     return channels
-
-
-def _split(inputs: Mapping[str, Any], targets: Tensor, num_microbatches: int) -> list[dict[str, Any]]:
-    """One dict per micro-batch, of views."""
-    rows = targets.shape[0]
-    if rows % num_microbatches:
-        raise ValueError(
-            f"targets has {rows} rows, which {num_microbatches} micro-batches do not divide; all micro-batches "
-            f"must have the same number of rows, so use {rows - rows % num_microbatches} or "
-            f"{rows + -rows % num_microbatches}"
-        )
-    size = rows // num_microbatches
-    whole: dict[str, Any] = {}
-    parts: dict[str, tuple[Tensor, ...]] = {"targets": targets.split(size)}
-    for key, value in inputs.items():
-        if isinstance(value, Tensor) and value.dim() and value.shape[0] == rows and not key.startswith("shared_"):
-            parts[key] = value.split(size)
-        else:
-            whole[key] = value
-    return [
-        {**whole, **{key: part[m] for key, part in parts.items()}, "microbatch": m} for m in range(num_microbatches)
-    ]
-
-
-def _listed(inputs: Any, targets: Any, num_microbatches: int) -> list[dict[str, Any]]:
-    """One dict per micro-batch from lists that hold one entry for each."""
-    for name, value in (("inputs", inputs), ("targets", targets)):
-        if isinstance(value, Tensor) or not isinstance(value, Sequence) or len(value) != num_microbatches:
-            what = f"{len(value)} entries" if isinstance(value, Sequence) else f"a {type(value).__name__}"
-            raise ValueError(
-                f"{name} is {what}; with inputs by micro-batch both are lists with one entry for each of the "
-                f"{num_microbatches} micro-batches"
-            )
-    pairs = zip(inputs, targets, strict=True)
-    return [{**given, "targets": target, "microbatch": m} for m, (given, target) in enumerate(pairs)]

@@ -9,12 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from plait.parallel.fully_sharded import FullySharded
 from plait.parallel.mesh import Mesh
+from plait.parallel.pipeline import Pipeline
+from plait.parallel.schedules import interleaved
 from plait.parallel.sharded_adamw import ShardedAdamW
 from tests.ranks import run_ranks
 from tests.test_data import WIDTHS, batch_of, close, loss_of, model_of, train_alone, train_parallel
+from tests.test_pipeline import LinearStage, batch, unsplit
 
 pytestmark = pytest.mark.ranks
 
@@ -132,3 +136,37 @@ def body_refused(rank: int) -> str:
 def test_nodes_with_one_rank_of_dp_each_are_refused():
     for rank, text in enumerate(run_ranks(4, body_refused)):
         assert text.startswith("zero=3 in nodes of 2 ranks needs several nodes") and "ranks (0, 2)" in text, rank
+
+
+def body_whole(rank: int) -> tuple:
+    """One step over three stages a rank: the stages whose weights are gathered at each forward, and the gradients."""
+    mesh, schedule = Mesh.create(dp=2, pp=2), interleaved(2, 3, 4)
+    coord, half = mesh.axis("pp").coord, mesh.coords()["dp"]
+    stages = {s: LinearStage(s, schedule.num_stages) for s in schedule.stages_of(coord)}
+    whole: list[list[int]] = []
+
+    def look(*_: object) -> None:
+        whole.append([s for s, stage in stages.items() if not isinstance(stage.weight, DTensor)])
+
+    dp = FullySharded(stages, mesh, schedule)
+    for stage in stages.values():
+        stage.register_forward_hook(look)
+    pipeline = Pipeline(stages, schedule, mesh, data_parallel=dp)
+    x, targets = batch(16)
+    for _ in range(2):
+        dp.zero_grad()
+        loss = pipeline.step({"x": x.chunk(2)[half]}, targets.chunk(2)[half], 16).loss.item()
+    left = [s for s, stage in stages.items() if not isinstance(stage.weight, DTensor)]
+    grads = {s: [p.grad.full_tensor() for p in stage.parameters()] for s, stage in stages.items()}
+    return whole, left, loss, grads
+
+
+def test_a_rank_holds_the_weights_of_the_stages_that_come_next():
+    """UNSHARD and RESHARD of the lane are carried out: two of three stages are whole, and none after the step."""
+    loss, want = unsplit(LinearStage, 6, 8, 16)
+    for whole, left, got_loss, grads in run_ranks(4, body_whole):
+        assert got_loss == pytest.approx(loss, rel=1e-12)
+        assert max(len(stages) for stages in whole) == 2 and left == []  # fewer where a gather is under way
+        assert {stage for stages in whole for stage in stages} == set(grads)
+        for stage, got in grads.items():
+            close(got, [p.grad for p in want[stage].parameters()])

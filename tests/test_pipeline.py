@@ -297,6 +297,8 @@ def run_dp_pp(rank: int, name: str) -> tuple[float, list[str]]:
 class Recorder:
     """Stands in for data parallelism and writes down what it is asked."""
 
+    whole_stages = 0
+
     def __init__(self) -> None:
         self.calls: list[str] = []
 
@@ -308,6 +310,12 @@ class Recorder:
 
     def reduce(self, stage: int) -> None:
         self.calls.append(f"reduce {stage}")
+
+    def unshard(self, stage: int) -> None:
+        self.calls.append(f"unshard {stage}")
+
+    def reshard(self, stage: int) -> None:
+        self.calls.append(f"reshard {stage}")
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
