@@ -71,7 +71,7 @@ def test_padding_idx_gives_its_row_and_no_gradient_as_in_torch_also_on_shards(pa
     parts = [embedding(tokens, weight[a:b], vocab_start=a, padding_idx=padding_idx) for a, b in ((0, 4), (4, 7))]
     assert torch.equal(sum(parts), want)
     torch.testing.assert_close(torch.autograd.grad(sum(parts), weight, dout)[0], want_grad)
-    with pytest.raises(ValueError, match="padding_idx is -1; expected a token from 0 on"):
+    with pytest.raises(ValueError, match="padding_idx is -1; expected none below 0"):
         embedding(tokens, weight, padding_idx=-1)
 
 
