@@ -49,7 +49,7 @@ class Snapshots:
     timeout_s: how long a rank is waited for before it is named. pool_bytes: all the staging memory there may be,
     taken and faulted in now; a larger state goes through it in slabs (see Handle). 0: as much as the state needs,
     taken by `prepare` or else by the first save. pin: page-lock it for CUDA; None: once a state is on a device.
-    threads: for copying; twice as many write and twelve times as many read, which mostly wait. Writing runs at `nice`
+    threads: for copying; twice as many write and four times as many read, which mostly wait. Writing runs at `nice`
     and `io_priority` (normal, low, idle). rate_limit: bytes per second for writing, 0 none. read_only: takes no LOCK,
     saves nothing. delta: what did not change since the last save is linked, not written (plait.ckpt.delta). tiers:
     where committed snapshots are copied in the background (tiers.Tier), nearest first; a restore takes the nearest
