@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardOf
 
 from plait.parallel.buckets import Slot, main_dtype
-from plait.parallel.collectives import all_reduce
+from plait.parallel.collectives import Handle, all_reduce
 from plait.parallel.data import Shard, check_wire_dtype, check_zero3, decays, slots_of, tied_pair
 from plait.parallel.grad_norm import GridNorm, norm_power_of
 from plait.parallel.mesh import Axis, Mesh
@@ -120,6 +120,7 @@ class FullySharded(GridNorm):
         dtypes = [slot.param.dtype for slot in slots]  # of the model; the shards may be wider
         kept = mesh.axis("pp").size > 1  # several micro-batches use a stage's weights in turn
         self.whole_stages = WHOLE_STAGES if kept else 0
+        self._tied_sums: list[Handle] = []  # under way
         torch_mesh = _torch_mesh(mesh, self._inside, self._across)
         for stage in stages.values():
             _wrap(stage, torch_mesh, self._inside.size, units, wire_dtype, reshard=not kept)
@@ -140,6 +141,7 @@ class FullySharded(GridNorm):
 
     def drop(self) -> None:
         """Gives a step up: there are no gradients and no gathered weights."""
+        self._tied_sums = []  # what is under way ends by itself, or never, when a peer is gone
         self.finish()
         self.zero_grad()
 
@@ -158,7 +160,10 @@ class FullySharded(GridNorm):
         self._cross_nodes(self._stages[stage], now=True)
 
     def tie(self, stage: int) -> None:
-        """TIE_GRAD: sums the two copies' shards of the tied weight's gradient, if the stage holds one."""
+        """TIE_GRAD: starts the sum of the two copies' shards of the tied weight's gradient, if the stage holds one.
+
+        Nobody waits here: before the other copy is complete its rank may need what this rank computes next.
+        """
         for bucket in self.buckets:
             if bucket.slot.tied and stage in bucket.slot.stages:
                 self._sum(bucket)
@@ -176,7 +181,10 @@ class FullySharded(GridNorm):
                     self._sum(bucket)
 
     def finish(self) -> None:
-        """Ends the step: lets go of gathered weights, which an update will make old. Nothing is under way here."""
+        """Ends the step: waits for the tied weight's sum, lets go of gathered weights (an update makes them old)."""
+        sums, self._tied_sums = self._tied_sums, []
+        for handle in sums:
+            handle.wait()
         for stage in self._stages:
             self.reshard(stage)
 
@@ -193,8 +201,11 @@ class FullySharded(GridNorm):
     def _sum(self, bucket: ShardedParam) -> None:
         for axis in bucket.steps:
             grad: Any = bucket.param.grad
-            part = bucket.grads_in(*bucket.owned)
-            all_reduce(part, axis)
+            handle = all_reduce(bucket.grads_in(*bucket.owned), axis, async_op=True)
+            if bucket.slot.tied:
+                self._tied_sums.append(handle)
+            else:
+                handle.wait()
             if grad is None:
                 raise RuntimeError(f"{bucket.slot.name} got no gradient, so its sum over ranks {axis.ranks} is lost")
 

@@ -85,7 +85,7 @@ GRIDS = [
     Grid(dp=4, zero=3, tied=True),
     Grid(dp=4, zero=3, tied=True, node_size=2),
     Grid(dp=2, tp=2, zero=3, sequence_parallel=True, recompute="selective"),
-    Grid(dp=2, pp=2, zero=3, recompute="full", tied=True),
+    Grid(dp=2, pp=2, zero=3, schedule="interleaved", recompute="full", tied=True),
     Grid(pp=2, tp=2, schedule="interleaved", sequence_parallel=True, tied=True),
     Grid(dp=2, pp=2, tp=2, zero=1, sequence_parallel=True, recompute="selective", tied=True),
     Grid(dp=2, pp=2, tp=2, schedule="gpipe"),
