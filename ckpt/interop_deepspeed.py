@@ -1,9 +1,11 @@
 """Checkpoints of DeepSpeed in its universal form: a folder for each parameter, with full tensors in it.
 
     FOLDER/zero/PARAMETER/fp32.pt, exp_avg.pt, exp_avg_sq.pt, step.pt
+    FOLDER/zero/optimizer_state.pt      options of the groups
 
 Not ZeRO's own shards (convert them with DeepSpeed's ds_to_universal first). Parameters become "model", what belongs
-to the optimizer "optimizer/state/PARAMETER", as `plait.ckpt.optimizer_state` names it.
+to the optimizer "optimizer", as `plait.ckpt.optimizer_state` has it. Which parameter is in which group is said
+nowhere: with more than one group their options stay out.
 """
 
 from __future__ import annotations
@@ -17,8 +19,29 @@ import torch
 from plait.ckpt.errors import SnapshotDamaged, SnapshotError
 from plait.ckpt.interop_torch import load_plain
 from plait.ckpt.interop_tree import Imported, skipped
+from plait.ckpt.optimizer import BY_PLACE
 
-_PLAIN = ("cat_dim", "vocab_tensor", "param_n_sub_params", "param")  # of a file's dict: how DeepSpeed cuts it again
+# Of a file's dict: the full tensor, and how DeepSpeed cuts it again.
+_PLAIN = ("param", "cat_dim", "vocab_tensor", "param_n_sub_params", "sub_param_shape")
+OPTIONS = "optimizer_state.pt"
+
+
+class _Opaque:
+    """In the place of DeepSpeed's own objects, of which nothing is needed and none is made."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+
+_CLASSES = [
+    (_Opaque, f"deepspeed.{name}")
+    for name in (
+        "checkpoint.universal_checkpoint.SubparamShape",
+        "runtime.fp16.loss_scaler.LossScaler",
+        "runtime.fp16.loss_scaler.DynamicLossScaler",
+        "runtime.zero.config.ZeroStageEnum",
+    )
+]
 
 
 def import_deepspeed(folder: Path, skip: Sequence[str] = ()) -> Imported:
@@ -44,21 +67,39 @@ def import_deepspeed(folder: Path, skip: Sequence[str] = ()) -> Imported:
         _check(place, model[place.name], states.get(place.name, {}))
     if not model:
         raise SnapshotError(f"'{folder / 'zero'}' has no parameter")
-    return Imported({"model": model, **({"optimizer": {"state": states}} if states else {})}, left)
+    options = _options(folder / "zero" / OPTIONS, left) if states else {}
+    described = {"groups": {0: options}, "group_of": dict.fromkeys(model, 0)} if options else {}
+    return Imported({"model": model, **({"optimizer": {"state": states, **described}} if states else {})}, left)
+
+
+def _options(path: Path, left: list[str]) -> list[list[Any]]:
+    """Returns the options of the only group, [] when there is none; `left` then says why."""
+    name = f"zero/{path.name}"
+    if not path.is_file():
+        left.append(f"{name} is not there: no learning rate, no weight decay")
+        return []
+    content = load_plain(path, more=_CLASSES)
+    groups = content.get("param_groups") if isinstance(content, dict) else None
+    if not isinstance(groups, list) or not groups or not all(isinstance(group, dict) for group in groups):
+        raise SnapshotDamaged(f"'{path}' has no param_groups")
+    if len(groups) > 1:
+        left.append(f"{name}: options of {len(groups)} groups: which parameter is in which it does not say")
+        return []
+    return [[option, value] for option, value in groups[0].items() if option not in BY_PLACE]
 
 
 def _value(path: Path) -> Any:
-    """Returns what a file holds: a tensor, a number, or a dict with it under "param"."""
-    content = load_plain(path)
+    """Returns what a file holds: a tensor, or a dict with it under "param". A step may be a number: torch's
+    optimizers have a tensor."""
+    content = load_plain(path, more=_CLASSES)
     if isinstance(content, dict):
         odd = sorted(map(str, content.keys() - set(_PLAIN)))
         if odd or "param" not in content:
-            raise SnapshotError(
-                f"'{path}' has {odd or 'no param'}: sub-parameters of its own shape are not supported"
-            )
+            raise SnapshotError(f"'{path}' has {odd or 'no param'}, which this reader does not know")
         content = content["param"]
-    number = path.stem == "step" and type(content) in (int, float)
-    if not number and not isinstance(content, torch.Tensor):
+    if path.stem == "step" and type(content) in (int, float):
+        return torch.tensor(float(content))
+    if not isinstance(content, torch.Tensor):
         raise SnapshotDamaged(f"'{path}' holds {type(content).__name__}, not a tensor")
     return content
 

@@ -20,7 +20,7 @@ class OptimizerState:
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        by_id = {id(parameter): name for name, parameter in unwrapped(model).named_parameters()}
+        by_id = {id(parameter): _plain(name) for name, parameter in unwrapped(model).named_parameters()}
         self.names: list[str] = []
         for number, group in enumerate(optimizer.param_groups):
             for place, parameter in enumerate(group["params"]):
@@ -43,7 +43,7 @@ class OptimizerState:
     def options(self) -> dict[int, list[list[Any]]]:
         """Returns {number of a group: [[option, value], ...]}."""
         groups = enumerate(self.optimizer.param_groups)
-        return {i: [[k, v] for k, v in group.items() if k not in _BY_PLACE] for i, group in groups}
+        return {i: [[k, v] for k, v in group.items() if k not in BY_PLACE] for i, group in groups}
 
     def restore_template(self) -> dict[str, Any]:
         """Returns the same after letting a fresh optimizer make its state, so that there is something to fill."""
@@ -65,7 +65,18 @@ class OptimizerState:
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-_BY_PLACE = ("params", "param_names")  # of a group in torch's state_dict: one item a parameter
+BY_PLACE = ("params", "param_names")  # of a group in torch's state_dict: one item a parameter
+
+
+# What compiling or checkpointing one layer puts into the names of its parameters, and into no other's state.
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def _plain(name: str) -> str:
+    """Returns a parameter's name without the wrappers of layers, as DCP has it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 def _numbered(raw: dict[str, Any]) -> Any:

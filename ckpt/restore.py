@@ -19,6 +19,7 @@ from plait.ckpt.agree import Agreement
 from plait.ckpt.candidates import Candidate
 from plait.ckpt.capture import find_aliases
 from plait.ckpt.errors import SnapshotDamaged, SnapshotError, StateError
+from plait.ckpt.interop_optimizer import adopt_optimizers
 from plait.ckpt.lazy import ABSENT
 from plait.ckpt.read_plan import Target
 from plait.ckpt.reader import SnapshotReader
@@ -156,6 +157,7 @@ def _open(folder: Candidate, flat: Flat, rank: int, wanted: Wanted, held: ExitSt
     try:
         held.enter_context(folder.hold())
         reader = folder.open()
+        adopt_optimizers(flat, reader)
         return _Opened("ok", reader.manifest.attempt, reader, _match(flat, reader, rank, wanted))
     except SnapshotDamaged as error:
         return _Opened("damaged", str(error))
