@@ -7,8 +7,9 @@ ran with Python 3.11 and torch 2.13 on a CPU, beside what `.[dev]` installs):
     pip install --no-deps --target DIR orbax-checkpoint==0.12.8 jax==0.10.2 jaxlib==0.10.2 opt_einsum scipy etils \\
         importlib_resources tensorstore humanize simplejson msgpack protobuf uvloop absl-py prometheus-client
     pip install --no-deps --no-build-isolation --target DIR deepspeed==0.19.8 hjson py-cpuinfo einops
-and run with PYTHONPATH=DIR. DeepSpeed compiles its writer when it is first used, for minutes: do it before, with g++,
-ninja on PATH and libaio with its headers (Debian: libaio-dev), and the same TORCH_EXTENSIONS_DIR if that is set.
+and run with PYTHONPATH=DIR. DeepSpeed compiles its writer when it is first used, for minutes (longer than a turn here
+may last): do it before, with g++, ninja on PATH and libaio with its headers (Debian: libaio-dev), and the same
+TORCH_EXTENSIONS_DIR if that is set. A build that was killed leaves a file `lock` there, for which the next one waits.
 Without root: apt-get download libaio-dev libaio1, dpkg -x each of them AIO, CPATH=AIO/usr/include, and LIBRARY_PATH
 and LD_LIBRARY_PATH=AIO/usr/lib/x86_64-linux-gnu, in the measured run too:
     PYTHONPATH=DIR python -c "from deepspeed.ops.op_builder import AsyncIOBuilder as a; a().load()"
@@ -17,6 +18,7 @@ and LD_LIBRARY_PATH=AIO/usr/lib/x86_64-linux-gnu, in the measured run too:
 
 from __future__ import annotations
 
+import os
 import time
 from importlib import import_module
 from pathlib import Path
@@ -107,6 +109,8 @@ class DeepSpeed:
         # The CPU accelerator does not list the helper that the writer loads, though it is plain C++.
         writer, helpers = self.io.fast_file_writer, import_module("deepspeed.ops.op_builder.utils")
         writer.UtilsBuilder = helpers.UtilsBuilder
+        if lock := _build_lock():
+            raise RuntimeError(f"'{lock}' is there: a build is under way, or one was killed (then remove it)")
         builder = builders.AsyncIOBuilder()
         if not builder.is_compatible():
             raise RuntimeError(
@@ -128,6 +132,14 @@ class DeepSpeed:
 
     def close(self) -> None:
         self.handle.free_cpu_locked_tensor(self.buffer)
+
+
+def _build_lock() -> Path | None:
+    """Returns the file for which torch waits, for ever, before it builds or loads an extension; None without one."""
+    root = (
+        os.environ.get("TORCH_EXTENSIONS_DIR") or import_module("torch.utils.cpp_extension").get_default_build_root()
+    )
+    return next(Path(root).rglob("lock"), None)
 
 
 class Orbax:

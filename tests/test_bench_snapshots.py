@@ -19,7 +19,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from plait.bench import providers, snapshot_memory, snapshot_table, snapshot_turn, snapshot_whole, suite_snapshots
+from plait.bench import (
+    providers,
+    snapshot_memory,
+    snapshot_others,
+    snapshot_table,
+    snapshot_turn,
+    snapshot_whole,
+    suite_snapshots,
+)
 from plait.bench.snapshot_training import Nudge, Training
 from plait.bench.snapshot_way import Pending, save
 from plait.bench.spec import Case, CaseResult, Measured, Options
@@ -82,6 +90,14 @@ def test_deepspeed_without_libaio_or_a_compiler_names_what_it_lacks(monkeypatch)
     assert snapshot_turn.missing("deepspeed").startswith("libaio_of_nobody.so.1: cannot open shared object file")
     assert providers.state_of(absent, False).startswith("missing: libaio_of_nobody.so.1: ")
     assert providers.lack_of(providers.Need(programs=("sh", "no_such"))) == "no_such is not on the path"
+
+
+def test_a_build_of_deepspeed_that_was_killed_is_named_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert snapshot_others._build_lock() is None
+    (tmp_path / "async_io").mkdir()
+    (tmp_path / "async_io" / "lock").touch()
+    assert snapshot_others._build_lock() == tmp_path / "async_io" / "lock"
 
 
 def test_a_way_that_saves_later_values_is_wrong_not_fast(tmp_path, monkeypatch):
