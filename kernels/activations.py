@@ -195,7 +195,7 @@ def _share(num_rows: int, programs: int) -> int:
     return -(-num_rows // (programs * _BLOCK_ROW)) * _BLOCK_ROW
 
 
-def _build_backward(
+def build_backward(
     site: Site, dout: torch.Tensor, pre: torch.Tensor | None, rng: torch.Tensor | None, code: int, p: float,
     sample_offset: int, row_offset: int, col_offset: int, want_sums: bool,
 ) -> Built:  # fmt: skip
@@ -218,5 +218,5 @@ def launch_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dpre, its column sums or empty), both in dout's dtype, by Triton."""
     rng, *place = (None, 0.0, 0, 0, 0) if mask is None else mask
-    found: tuple[torch.Tensor, torch.Tensor] = planned(_build_backward, (dout, pre, rng), code, *place, want_sums)
+    found: tuple[torch.Tensor, torch.Tensor] = planned(build_backward, (dout, pre, rng), code, *place, want_sums)
     return found

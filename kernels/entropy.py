@@ -18,7 +18,7 @@ from plait.kernels.dropout_op import check_offsets
 from plait.kernels.launch import check, check_device, check_floating, compute_dtype, use_triton
 from plait.kernels.loss_triton import add_launch, grad_launch, token_loss_launch
 from plait.kernels.plans import Built, Site, planned
-from plait.kernels.registration import below_autograd, once_differentiable, register
+from plait.kernels.registration import below_autograd, once_differentiable, register, without_zeros
 
 AllReduce = Callable[[torch.Tensor, str], torch.Tensor]
 REDUCTIONS = ("none", "sum", "mean")  # by code; all but the first are done by the kernel
@@ -280,7 +280,7 @@ class _CrossEntropy(torch.autograd.Function):
             value, lse, divisor = _cross_entropy(logits, target, ignore_index, label_smoothing, z_loss, softcap, code)
         ctx.save_for_backward(logits, target, lse, divisor)
         ctx.options = (ignore_index, label_smoothing, z_loss, softcap)
-        ctx.mark_non_differentiable(lse, divisor)
+        without_zeros(ctx, lse, divisor)
         return value, lse, divisor
 
     @staticmethod

@@ -145,7 +145,7 @@ def _build_forward(site: Site, gate_up: torch.Tensor, form: int) -> Built:
     return Built((out,), [forward_launch(gate_up, out, form)] if out.numel() else [])
 
 
-def _build_backward(site: Site, dout: torch.Tensor, gate_up: torch.Tensor, form: int) -> Built:
+def build_backward(site: Site, dout: torch.Tensor, gate_up: torch.Tensor, form: int) -> Built:
     grad = site.empty(gate_up.shape, gate_up.dtype)
     return Built((grad,), [backward_launch(dout, gate_up, grad, form)] if dout.numel() else [])
 
@@ -172,7 +172,7 @@ def backward(dout: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
         torch.lerp(sigmoid, sigmoid.new_ones(()), silu, out=sigmoid)  # sigmoid + silu * (1 - sigmoid)
         torch.mul(torch.mul(dout, up, out=silu), sigmoid, out=dgate)
         return grad if grad.dtype is gate_up.dtype else grad.to(gate_up.dtype)
-    found: torch.Tensor = planned(_build_backward, (dout, gate_up), 0)[0]
+    found: torch.Tensor = planned(build_backward, (dout, gate_up), 0)[0]
     return found
 
 
@@ -193,7 +193,7 @@ def geglu_backward(dout: torch.Tensor, gate_up: torch.Tensor, tanh: bool) -> tor
         dup = torch.nn.functional.gelu(gate, approximate=_APPROXIMATE[tanh]).mul_(wide_dout)
         dgate = torch.ops.aten.gelu_backward(wide_dout * up, gate, approximate=_APPROXIMATE[tanh])
         return torch.cat((dgate, dup), -1).to(gate_up.dtype)
-    found: torch.Tensor = planned(_build_backward, (dout, gate_up), 1 + tanh)[0]
+    found: torch.Tensor = planned(build_backward, (dout, gate_up), 1 + tanh)[0]
     return found
 
 
@@ -210,7 +210,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        return swiglu_grad_op(dout, *ctx.saved_tensors)
+        return _swiglu_grad(dout, *ctx.saved_tensors)
 
 
 _swiglu = register(
@@ -219,7 +219,7 @@ _swiglu = register(
     lambda gate_up: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
     _SwiGLU.apply,
 )
-swiglu_grad_op = register(
+_swiglu_grad = register(
     "swiglu_grad(Tensor dout, Tensor gate_up) -> Tensor",
     backward,
     lambda dout, gate_up: gate_up.new_empty(gate_up.shape),

@@ -13,7 +13,7 @@ import torch
 from plait.kernels.launch import check_floating, compute_dtype, use_triton, widened
 from plait.kernels.norm_rows import build_forward, check_rows, like, run_backward, stats_like
 from plait.kernels.plans import planned
-from plait.kernels.registration import below_autograd, once_differentiable, register
+from plait.kernels.registration import below_autograd, once_differentiable, register, without_zeros
 
 
 def layer_norm_ref(
@@ -93,7 +93,7 @@ class _LayerNorm(torch.autograd.Function):
         with below_autograd():
             y, mean, rstd = _layer_norm(x, weight, bias, eps)
         ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.mark_non_differentiable(mean, rstd)
+        without_zeros(ctx, mean, rstd)
         ctx.has_bias = bias is not None
         return y, mean, rstd
 
@@ -113,14 +113,16 @@ class _LayerNormResidual(torch.autograd.Function):
         with below_autograd():
             y, h, mean, rstd = _layer_norm_residual(x, residual, weight, bias, eps)
         ctx.save_for_backward(h, weight, mean, rstd)
-        ctx.mark_non_differentiable(mean, rstd)
+        without_zeros(ctx, mean, rstd)
         ctx.has_bias = bias is not None
         return y, h, mean, rstd
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, dh, *_):
-        dx, dweight, dbias = _layer_norm_grad(dy, *ctx.saved_tensors, dh, ctx.has_bias)
+        h, *others = ctx.saved_tensors
+        dy = torch.zeros_like(h) if dy is None else dy
+        dx, dweight, dbias = _layer_norm_grad(dy, h, *others, dh, ctx.has_bias)
         needs = ctx.needs_input_grad
         return dx, dx, dweight if needs[2] else None, dbias if needs[3] else None, None
 

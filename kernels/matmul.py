@@ -14,10 +14,9 @@ import torch
 
 from plait.kernels.activations import ACTIVATIONS
 from plait.kernels.dropout_op import check_offsets, check_rng
-from plait.kernels.gated import swiglu_grad_op
 from plait.kernels.launch import check, check_device, check_floating, use_triton
+from plait.kernels.matmul_backward import act_gradients, swiglu_gradients
 from plait.kernels.matmul_direct import (
-    activation_backward,
     dgrad,
     dgrad_gated,
     flat,
@@ -34,7 +33,7 @@ from plait.kernels.matmul_plain import linear_dgrad_ref as linear_dgrad_ref
 from plait.kernels.matmul_plain import linear_ref as linear_ref
 from plait.kernels.matmul_plain import linear_swiglu_ref as linear_swiglu_ref
 from plait.kernels.matmul_plain import linear_wgrad_ref as linear_wgrad_ref
-from plait.kernels.registration import below_autograd, once_differentiable, register
+from plait.kernels.registration import below_autograd, once_differentiable, register, without_zeros
 
 
 class _Linear(torch.autograd.Function):
@@ -73,7 +72,7 @@ class _LinearAct(torch.autograd.Function):
             out, pre = _linear_act(x, weight, bias, residual, activation, rng, p, sample, row, col, tf32)
         ctx.save_for_backward(x, weight, pre if activation else None, rng)
         ctx.activation, ctx.place, ctx.tf32 = activation, (p, sample, row, col), tf32
-        ctx.mark_non_differentiable(pre)
+        without_zeros(ctx, pre)
         return out, pre
 
     @staticmethod
@@ -81,14 +80,10 @@ class _LinearAct(torch.autograd.Function):
     def backward(ctx, dout, _):
         x, weight, pre, rng = ctx.saved_tensors
         need_x, need_weight, need_bias, need_residual = ctx.needs_input_grad[:4]
-        dpre, dbias = _act_grad(dout, pre, ctx.activation, rng, *ctx.place, need_bias)
-        return (
-            _dgrad(dpre, weight, ctx.tf32) if need_x else None,
-            _wgrad(x, dpre, ctx.tf32) if need_weight else None,
-            dbias if need_bias else None,
-            dout if need_residual else None,
-            *(None,) * (len(ctx.needs_input_grad) - 4),
-        )
+        needs = (need_x, need_weight, need_bias)
+        found = _act_grads(dout, x, weight, pre, ctx.activation, *needs, rng, *ctx.place, ctx.tf32)
+        grads = [grad if need else None for grad, need in zip(found, needs, strict=True)]
+        return *grads, dout if need_residual else None, *(None,) * (len(ctx.needs_input_grad) - 4)
 
 
 class _LinearSwiGLU(torch.autograd.Function):
@@ -100,19 +95,16 @@ class _LinearSwiGLU(torch.autograd.Function):
             out, gate_up = _linear_swiglu(x, weight, tf32)
         ctx.save_for_backward(x, weight, gate_up)
         ctx.tf32 = tf32
-        ctx.mark_non_differentiable(gate_up)
+        without_zeros(ctx, gate_up)
         return out, gate_up
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, _):
         x, weight, gate_up = ctx.saved_tensors
-        dgate_up = swiglu_grad_op(dout, gate_up)
-        return (
-            _dgrad(dgate_up, weight, ctx.tf32) if ctx.needs_input_grad[0] else None,
-            _wgrad(x, dgate_up, ctx.tf32) if ctx.needs_input_grad[1] else None,
-            *(None,) * (len(ctx.needs_input_grad) - 2),
-        )
+        need_x, need_weight, *others = ctx.needs_input_grad
+        dx, dweight = _swiglu_grads(dout, x, weight, gate_up, need_x, need_weight, ctx.tf32)
+        return dx if need_x else None, dweight if need_weight else None, *(None,) * len(others)
 
 
 class _Dgrad(torch.autograd.Function):
@@ -155,6 +147,12 @@ def _out_like(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
+def _gradients_like(
+    x: torch.Tensor, weight: torch.Tensor, need_x: bool, need_weight: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape if need_x else (0,)), x.new_empty(weight.shape if need_weight else (0,))
+
+
 _TF32 = "bool? allow_tf32=None"
 _linear = register(
     f"linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, {_TF32}) -> Tensor",
@@ -172,14 +170,21 @@ _linear_act = register(
     ),
     _LinearAct.apply,
 )  # fmt: skip
-_act_grad = register(
-    f"activation_grad(Tensor dout, Tensor? pre, int activation, Tensor? rng=None, {_PLACE}, bool sums=False)"
-    " -> (Tensor, Tensor)",
-    activation_backward,
-    lambda dout, pre, activation, rng=None, p=0.0, sample_offset=0, row_offset=0, col_offset=0, sums=False: (
-        dout.new_empty(dout.shape), dout.new_empty(dout.shape[-1] if sums else 0)
+_NEEDS = "bool need_x, bool need_weight"
+_act_grads = register(
+    f"linear_act_grad(Tensor dout, Tensor x, Tensor weight, Tensor? pre, int activation, {_NEEDS}, bool need_bias,"
+    f" Tensor? rng=None, {_PLACE}, {_TF32}) -> (Tensor, Tensor, Tensor)",
+    act_gradients,
+    lambda dout, x, weight, pre, activation, need_x, need_weight, need_bias, *_: (
+        *_gradients_like(x, weight, need_x, need_weight), x.new_empty(weight.shape[0] if need_bias else 0)
     ),
 )  # fmt: skip
+_swiglu_grads = register(
+    f"linear_swiglu_grad(Tensor dout, Tensor x, Tensor weight, Tensor gate_up, {_NEEDS}, {_TF32})"
+    " -> (Tensor, Tensor)",
+    swiglu_gradients,
+    lambda dout, x, weight, gate_up, *needs: _gradients_like(x, weight, *needs[:2]),
+)
 _dgrad_act = register(
     f"linear_dgrad_act(Tensor dout, Tensor weight, Tensor pre, int activation, {_TF32}) -> Tensor",
     dgrad,

@@ -135,7 +135,17 @@ def activation_backward(
     return dpre, flat(dpre).sum(0) if sums else dpre.new_empty(0)
 
 
-def _build_dgrad(
+def torch_dgrad(dout: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """dout[..., N] @ weight[N, K]."""
+    return torch.mm(dout, weight) if dout.dim() == 2 else torch.matmul(dout, weight)
+
+
+def torch_wgrad(x: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
+    """dout^T @ x over all leading dims, [N, K]."""
+    return torch.mm(flat(dout).t(), flat(x))
+
+
+def build_dgrad(
     site: Site, dout: torch.Tensor, weight: torch.Tensor, pre: torch.Tensor | None, activation: int,
     tf32: bool | None, of_torch: bool,
 ) -> Built | None:  # fmt: skip
@@ -157,11 +167,11 @@ def dgrad(
     """
     if use_triton(dout):
         found: tuple[torch.Tensor] | None = planned(
-            _build_dgrad, (dout, weight, pre), activation, allow_tf32, torch_tf32(dout)
+            build_dgrad, (dout, weight, pre), activation, allow_tf32, torch_tf32(dout)
         )
         if found is not None:
             return found[0]
-    dx = torch.mm(dout, weight) if dout.dim() == 2 else torch.matmul(dout, weight)
+    dx = torch_dgrad(dout, weight)
     return dx if pre is None else activation_backward(dx, pre, activation)[0]
 
 
@@ -208,7 +218,7 @@ def dgrad_gated(
     return grad, forward_of(gate_up) if keep_hidden else dout.new_empty(0)
 
 
-def _build_wgrad(
+def build_wgrad(
     site: Site, x: torch.Tensor, dout: torch.Tensor, out: torch.Tensor | None, bias_grad: torch.Tensor | None,
     sums: bool, accumulate: bool, tf32: bool | None, of_torch: bool,
 ) -> Built | None:  # fmt: skip
@@ -228,17 +238,17 @@ def wgrad(x: torch.Tensor, dout: torch.Tensor, allow_tf32: bool | None = None) -
     """dout^T @ x over all leading dims, [N, K], without checks or graph."""
     if use_triton(x):
         options = (False, False, allow_tf32, torch_tf32(x))
-        found: _Tensors | None = planned(_build_wgrad, (x, dout, None, None), *options)
+        found: _Tensors | None = planned(build_wgrad, (x, dout, None, None), *options)
         if found is not None:
             return found[0]
-    return torch.mm(flat(dout).t(), flat(x))
+    return torch_wgrad(x, dout)
 
 
 def wgrad_sums(x: torch.Tensor, dout: torch.Tensor, allow_tf32: bool | None = None) -> _Tensors:
     """(the weight gradient, the bias gradient), in one pass over dout where Triton multiplies."""
     if use_triton(x) and x.shape[-1] * dout.shape[-1]:
         options = (True, False, allow_tf32, torch_tf32(x))
-        found: _Tensors | None = planned(_build_wgrad, (x, dout, None, None), *options)
+        found: _Tensors | None = planned(build_wgrad, (x, dout, None, None), *options)
         if found is not None:
             return found
     dweight, dbias = x.new_empty((dout.shape[-1], x.shape[-1])), x.new_empty(dout.shape[-1])
@@ -253,7 +263,7 @@ def wgrad_into(
     """`linear_wgrad` into out[N, K] and bias_grad[N], written or added to, without checks or graph."""
     if use_triton(x) and out.numel():  # without columns there are sums alone
         options = (bias_grad is not None, accumulate, allow_tf32, torch_tf32(x))
-        if planned(_build_wgrad, (x, dout, out, bias_grad), *options) is not None:
+        if planned(build_wgrad, (x, dout, out, bias_grad), *options) is not None:
             torch.autograd.graph.increment_version(out if bias_grad is None else (out, bias_grad))
             return
     rows, grads = flat(x), flat(dout).t()

@@ -129,16 +129,28 @@ class _Refusal(torch.autograd.Function):
         raise RuntimeError(ctx.message)
 
 
+def without_zeros(ctx: Any, *outputs: torch.Tensor) -> None:
+    """In a Function's forward: `outputs` have no gradient, and one that nobody gives is None in its backward.
+
+    Else torch fills a tensor of each such output's size with zeros, a pass over memory in every backward.
+    """
+    ctx.mark_non_differentiable(*outputs)
+    ctx.set_materialize_grads(False)
+
+
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """A Function's `backward` whose gradients have none of their own: to ask for one is an error, not a wrong number.
 
-    torch's function of this name takes them for constants where only a saved tensor requires a gradient.
+    torch's function of this name takes them for constants where only a saved tensor requires a gradient. Where all
+    gradients that come in are None (`without_zeros`), so are those that go out.
     """
     name = backward.__qualname__.split(".")[0].lstrip("_")
     message = f"plait.kernels: {name} has no second derivative; expected a plain backward, or its oracle (..._ref)"
 
     @functools.wraps(backward)
     def call(ctx: Any, *grads: Any) -> Any:
+        if grads[0] is None and not any([grad is not None for grad in grads]):
+            return (None,) * len(ctx.needs_input_grad)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return backward(ctx, *grads)
         with torch.no_grad():

@@ -14,7 +14,7 @@ import torch
 from plait.kernels.launch import check_floating, compute_dtype, use_triton, widened
 from plait.kernels.norm_rows import build_forward, check_rows, like, run_backward, stats_like
 from plait.kernels.plans import planned
-from plait.kernels.registration import below_autograd, once_differentiable, register
+from plait.kernels.registration import below_autograd, once_differentiable, register, without_zeros
 
 
 def rms_norm_ref(
@@ -98,7 +98,7 @@ class _RMSNorm(torch.autograd.Function):
         with below_autograd():
             y, rstd = _rms_norm(x, weight, eps)
         ctx.save_for_backward(x, weight, rstd)
-        ctx.mark_non_differentiable(rstd)
+        without_zeros(ctx, rstd)
         return y, rstd
 
     @staticmethod
@@ -116,13 +116,14 @@ class _RMSNormResidual(torch.autograd.Function):
         with below_autograd():
             y, h, rstd = _rms_norm_residual(x, residual, weight, eps)
         ctx.save_for_backward(h, weight, rstd)
-        ctx.mark_non_differentiable(rstd)
+        without_zeros(ctx, rstd)
         return y, h, rstd
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, dh, _):
-        dx, dweight = _rms_norm_grad(dy, *ctx.saved_tensors, dh)
+        h, weight, rstd = ctx.saved_tensors
+        dx, dweight = _rms_norm_grad(torch.zeros_like(h) if dy is None else dy, h, weight, rstd, dh)
         return dx, dx, dweight if ctx.needs_input_grad[2] else None, None
 
 

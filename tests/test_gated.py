@@ -122,7 +122,8 @@ def test_saturated_gates_are_finite(name):
 def test_nan_and_inf_as_in_torch(name):
     gate = torch.tensor([float("nan"), float("inf"), -float("inf"), 1.0, 0.0])
     up = torch.tensor([1.0, 1.0, 1.0, float("inf"), float("inf")])
-    got, want = OPS[name][0](torch.cat((gate, up))), PEERS[name](gate) * up
+    # In fp64: torch's gelu of inf is NaN in fp32 where it has AVX-512.
+    got, want = OPS[name][0](torch.cat((gate, up))), PEERS[name](gate.double()).float() * up
     torch.testing.assert_close(got[[0, 1, 3, 4]], want[[0, 1, 3, 4]], equal_nan=True)
     assert got[2].isnan() or got[2] == 0.0  # torch itself gives NaN or 0 by form and version
 

@@ -11,6 +11,8 @@ import torch
 from torch.library import opcheck
 
 import plait.kernels as kernels
+from plait.bench import suite_launch
+from plait.kernels import layer_norm, rms_norm
 from tests.cases import interpret, needs_interpreter, normal
 
 OPS = torch.ops.plait
@@ -61,10 +63,10 @@ CASES = {
         (_x(2, 3, 8), _x(4, 8), _x(4), _x(2, 3, 4), 1, RNG, 0.25, 1, 2, 4),
         (_x(2, 3, 8), _x(4, 8), None, None, 0, RNG, 0.25, 1, 2, 3),
     ],
-    "activation_grad": [
-        (_c(2, 3), _c(2, 3, seed=1), 1),
-        (_c(2, 3, 5), _c(2, 3, 5, seed=1), 3, RNG, 0.25, 1, 2, 4, True),
-        (_c(2, 3, 5), None, 0, RNG, 0.25, 1, 2, 3, False),
+    "linear_act_grad": [
+        (_c(2, 4), _c(2, 8), _c(4, 8), _c(2, 4, seed=1), 1, True, False, False),
+        (_c(2, 3, 4), _c(2, 3, 8), _c(4, 8), _c(2, 3, 4, seed=1), 3, True, True, True, RNG, 0.25, 1, 2, 4),
+        (_c(2, 3, 4), _c(2, 3, 8), _c(4, 8), None, 0, False, True, False, RNG, 0.25, 1, 2, 3),
     ],
     "linear_dgrad": [(_x(2, 3, 4), _x(4, 8))],
     "linear_dgrad_act": [(_c(2, 3, 4), _c(4, 8), _c(2, 3, 8, seed=1), 2)],
@@ -76,6 +78,9 @@ CASES = {
     ],
     "linear_wgrad_sums": [(_c(2, 3, 8), _c(2, 3, 4))],
     "linear_swiglu": [(_x(2, 3, 8), _x(4, 8))],
+    "linear_swiglu_grad": [
+        (_c(2, 3, 2), _c(2, 3, 8), _c(4, 8), _c(2, 3, 4, seed=1), *needs) for needs in ((True, True), (True, False))
+    ],
     "rope": [(_x(2, 3, 2, 8), _x(2, 3, 1, 8), _c(3, 3), _c(3, 3, seed=1), False, i) for i in (False, True)],
     "rope_": [(_c(2, 3, 2, 8), _c(2, 3, 1, 8), _c(3, 3), _c(3, 3), False, i) for i in (False, True)],
     "embedding": [(TOKENS, _x(5, 4), 2)],
@@ -162,7 +167,8 @@ def test_opcheck(name, arguments):
             "rope_",
             "attention",
             "linear",
-            "activation_grad",
+            "linear_act_grad",
+            "linear_swiglu_grad",
             "cross_entropy",
             "cross_entropy_grad",
             "linear_cross_entropy",
@@ -175,6 +181,35 @@ def test_opcheck(name, arguments):
 )
 def test_opcheck_of_interpreted_kernels(name, arguments):
     opcheck(getattr(OPS, name).default, arguments)
+
+
+class _Dropped(torch.autograd.Function):
+    """Passes its input on, and no gradient back."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dout):
+        return None
+
+
+@pytest.mark.parametrize("name", [name for name in suite_launch.ops("meta") if "no gradient" not in name])
+def test_where_no_gradient_comes_in_none_goes_out(name):
+    op, inputs = suite_launch.ops("cpu")[name]
+    for x in inputs:
+        x.requires_grad_()
+    out = op(*inputs)
+    _Dropped.apply(out[0] if isinstance(out, tuple) else out).sum().backward()
+    assert all(x.grad is None or not x.grad.any() for x in inputs)
+
+
+@pytest.mark.parametrize("norm", [rms_norm, layer_norm])
+def test_a_norm_whose_sum_alone_is_used_gives_the_gradient_of_the_sum(norm):
+    x, residual, weight = (normal(*shape).float().requires_grad_() for shape in ((3, 8), (3, 8), (8,)))
+    grads = torch.autograd.grad(norm(x, weight, residual=residual)[1].square().sum(), (x, residual, weight))
+    assert torch.equal(grads[0], 2.0 * (x + residual)) and torch.equal(grads[1], grads[0]) and not grads[2].any()
 
 
 DIFFERENTIABLE = [

@@ -79,6 +79,18 @@ def test_a_call_enters_few_python_functions(name, backward):
         assert counted_calls(call) <= MOST_CALLS[name][backward]
 
 
+@pytest.mark.parametrize("name", [name for name, most in MOST_CALLS.items() if most[1] and name != "rope"])
+def test_a_backward_makes_no_zeros_for_outputs_without_a_gradient(name):
+    """Not rope, both of whose outputs have one: here that of k is not given."""
+    with suite_launch.stubbed():
+        call = suite_launch.providers(name, True, "cpu")["plait"]
+        call()
+        with _profiled() as profile:
+            call()
+    names = {event.name for event in profile.events()}
+    assert "aten::zeros" not in names, names
+
+
 @pytest.mark.parametrize("name", [name for name in MOST_CALLS if "l2_norm" not in name and "adamw" not in name])
 def test_the_second_call_of_a_shape_plans_and_compiles_nothing_new(name):
     with suite_launch.stubbed():
