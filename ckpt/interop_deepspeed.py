@@ -26,24 +26,6 @@ _PLAIN = ("param", "cat_dim", "vocab_tensor", "param_n_sub_params", "sub_param_s
 OPTIONS = "optimizer_state.pt"
 
 
-class _Opaque:
-    """In the place of DeepSpeed's own objects, of which nothing is needed and none is made."""
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-
-_CLASSES = [
-    (_Opaque, f"deepspeed.{name}")
-    for name in (
-        "checkpoint.universal_checkpoint.SubparamShape",
-        "runtime.fp16.loss_scaler.LossScaler",
-        "runtime.fp16.loss_scaler.DynamicLossScaler",
-        "runtime.zero.config.ZeroStageEnum",
-    )
-]
-
-
 def import_deepspeed(folder: Path, skip: Sequence[str] = ()) -> Imported:
     """Reads all parameters (fp32) and their optimizer state. Errors name file and reason."""
     if not (folder / "zero").is_dir():
@@ -78,7 +60,7 @@ def _options(path: Path, left: list[str]) -> list[list[Any]]:
     if not path.is_file():
         left.append(f"{name} is not there: no learning rate, no weight decay")
         return []
-    content = load_plain(path, more=_CLASSES)
+    content = load_plain(path, strangers=True)
     groups = content.get("param_groups") if isinstance(content, dict) else None
     if not isinstance(groups, list) or not groups or not all(isinstance(group, dict) for group in groups):
         raise SnapshotDamaged(f"'{path}' has no param_groups")
@@ -91,7 +73,7 @@ def _options(path: Path, left: list[str]) -> list[list[Any]]:
 def _value(path: Path) -> Any:
     """Returns what a file holds: a tensor, or a dict with it under "param". A step may be a number: torch's
     optimizers have a tensor."""
-    content = load_plain(path, more=_CLASSES)
+    content = load_plain(path, strangers=True)
     if isinstance(content, dict):
         odd = sorted(map(str, content.keys() - set(_PLAIN)))
         if odd or "param" not in content:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from plait.ckpt.errors import SnapshotDamaged, SnapshotError
-from plait.ckpt.interop_torch import load_plain, merge
+from plait.ckpt.interop_torch import Stranger, load_plain, merge
 from plait.ckpt.interop_tree import Imported, skipped
 
 # pattern of a parameter's name -> the dim along which tensor-parallel ranks cut it; None: each has all of it. The
@@ -33,6 +33,7 @@ RULES: tuple[tuple[str, int | None], ...] = (
     ("*tokentype_embeddings.weight", None),
     ("*rotary_pos_emb.inv_freq", None),
     ("*router.weight", None),
+    ("*router.expert_bias", None),
     ("*word_embeddings.weight", 0),  # vocab
     ("*output_layer.weight", 0),
     ("*lm_head.weight", 0),
@@ -40,6 +41,7 @@ RULES: tuple[tuple[str, int | None], ...] = (
     ("*linear_qkv.bias", 0),
     ("*linear_fc1.weight", 0),
     ("*linear_fc1.bias", 0),
+    ("*linear_fc1.weight[0-9]*", 0),  # of experts in one grouped product
     ("*query_key_value.weight", 0),
     ("*query_key_value.bias", 0),
     ("*dense_h_to_4h.weight", 0),
@@ -48,12 +50,13 @@ RULES: tuple[tuple[str, int | None], ...] = (
     ("*linear_proj.bias", None),
     ("*linear_fc2.weight", 1),
     ("*linear_fc2.bias", None),
+    ("*linear_fc2.weight[0-9]*", 1),
     ("*attention.dense.weight", 1),
     ("*attention.dense.bias", None),
     ("*dense_4h_to_h.weight", 1),
     ("*dense_4h_to_h.bias", None),
 )
-GATED = ("*linear_fc1.weight", "*linear_fc1.bias", "*dense_h_to_4h.weight", "*dense_h_to_4h.bias")
+GATED = ("*linear_fc1.weight*", "*linear_fc1.bias", "*dense_h_to_4h.weight", "*dense_h_to_4h.bias")
 _FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(_\d+)?")
 _LAYER = re.compile(r"((?:^|.*\.)layers\.)(\d+)(\..*)")
 _FILES = ("model_optim_rng.pt", "model_rng.pt", "model_optim.pt")
@@ -114,14 +117,19 @@ def _ranks(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """Reads one rank's file. argparse.Namespace, in which Megatron keeps its arguments, is the one class more."""
-    content = load_plain(path, more=[argparse.Namespace])
+    """Reads one rank's file. Megatron keeps its arguments in argparse.Namespace; of other classes (enums among them,
+    arrays of generators) nothing is needed."""
+    content = load_plain(path, more=[argparse.Namespace], strangers=True)
     if not isinstance(content, dict):
         raise SnapshotDamaged(f"'{path}' holds {type(content).__name__}, not a checkpoint")
     chunks = [key for key in content if re.fullmatch(r"model\d+", str(key))]
     if chunks or "model" not in content:
         why = "interleaved pipeline stages (model0, model1, ...) are not put together" if chunks else "has no 'model'"
         raise SnapshotError(f"'{path}': {why}")
+    if not isinstance(content["model"], dict):
+        held = content["model"]
+        what = held.kind if isinstance(held, Stranger) else type(held).__name__
+        raise SnapshotError(f"'{path}' holds {what}, no weights")
     return content
 
 
@@ -142,7 +150,8 @@ def _weights(content: dict[str, Any], path: Path, skip: Sequence[str], left: lis
                 raise SnapshotError(f"'{path}' has two tensors that are called {name!r}")
             found[name] = value
         else:
-            left.append(f"model/{name}: {type(value).__name__}, not a tensor")
+            kind = value.kind if isinstance(value, Stranger) else type(value).__name__
+            left.append(f"model/{name}: {kind}, not a tensor")
 
     walk("", content["model"])
     return found

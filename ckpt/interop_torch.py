@@ -1,7 +1,8 @@
 """Snapshots out to and in from torch.save files, as a tree of tensors and plain values.
 
-Nothing is unpickled but with weights_only=True, whose unpickler makes tensors and plain containers only; a file that
-needs more is refused with the name of what it needs.
+Nothing is unpickled but with weights_only=True, whose unpickler makes tensors and plain containers only. In the place
+of every other object stands a Stranger, which has its class's name and nothing else: what hangs on one is refused by
+its path, and can be left out.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,21 +45,71 @@ def import_torch(path: Path, skip: Sequence[str] = ()) -> Imported:
 
     A tensor or a list at the top is called "value"; what cannot be stored is refused by its path when it is saved.
     """
-    content = load_plain(path)
+    content = load_plain(path, strangers=True)
     tree = content if isinstance(content, dict) else {"value": content}
     left: list[str] = []
-    return Imported(_without(tree, "", skip, left), left, step_of(tree))
+    kept = _without(tree, "", skip, left)
+    if refused := {name: stranger.kind for name, stranger in _strangers(kept, "")}:
+        said = ", ".join(f"{kind} at {name!r}" for name, kind in list(refused.items())[:8])
+        way = f"leave them out (--skip {next(iter(refused))!r})" if tree is content else "save its state_dict()"
+        raise SnapshotError(
+            f"'{path}' has {said}, which torch.load(weights_only=True) refuses: unpickling anything but tensors and "
+            f"plain containers can run code; {way}"
+        )
+    return Imported(kept, left, step_of(tree))
 
 
-def load_plain(source: Path | io.BytesIO, where: str = "", mmap: bool = False, more: Sequence[Any] = ()) -> Any:
+class Stranger:
+    """Stands where a file has an object of another class, of which nothing is made or run."""
+
+    kind = ""  # the name of that class, or of the function whose result it was
+
+    def __new__(cls, *_: Any, **__: Any) -> Stranger:
+        return object.__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def _strangers(tree: Any, name: str) -> Iterator[tuple[str, Stranger]]:
+    """Finds them in a tree, with the paths by which they can be left out (not of a part of a list)."""
+    if isinstance(tree, Stranger):
+        yield name, tree
+    elif isinstance(tree, dict):
+        for key, child in tree.items():
+            yield from _strangers(child, f"{name}/{key}" if name else str(key))
+    elif isinstance(tree, (list, tuple)):
+        for child in tree:
+            yield from _strangers(child, name)
+
+
+def _stand_ins(source: Path | io.BytesIO, known: Sequence[Any]) -> list[tuple[Any, str]]:
+    """Returns a kind of Stranger for each class and function that weights_only=True would refuse in a file."""
+    try:
+        with torch.serialization.safe_globals(list(known)):
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(source)
+    except Exception:  # of a file that is broken, or older than zip: loading it says what is wrong
+        return []
+    finally:
+        if isinstance(source, io.BytesIO):
+            source.seek(0)
+    return [(type("Stranger", (Stranger,), {"kind": name.removeprefix("builtins.")}), name) for name in names]
+
+
+def load_plain(
+    source: Path | io.BytesIO, where: str = "", mmap: bool = False, more: Sequence[Any] = (), strangers: bool = False
+) -> Any:
     """Returns what torch.save wrote, by weights_only=True, on the CPU.
 
-    more: further classes that may be made, of this caller's choice (harmless ones). where: names the source in
-    errors; default its path.
+    more: further classes that may be made, of this caller's choice (harmless ones). strangers: put a Stranger where
+    another class is, instead of refusing the file. where: names the source in errors; default its path.
     """
     where = where or f"'{source}'"
     try:
-        with torch.serialization.safe_globals(list(more)):
+        with torch.serialization.safe_globals([*more, *(_stand_ins(source, more) if strangers else ())]):
             return torch.load(source, map_location="cpu", weights_only=True, **({"mmap": True} if mmap else {}))
     except (OSError, MemoryError):
         raise
@@ -87,7 +138,8 @@ def _without(tree: Any, name: str, skip: Sequence[str], left: list[str]) -> Any:
     for key, child in tree.items():
         path = f"{name}/{key}" if name else str(key)
         if skipped([path], skip):
-            left.append(f"{path}: left out by --skip ({describe(child)})")
+            kind = child.kind if isinstance(child, Stranger) else describe(child)
+            left.append(f"{path}: left out by --skip ({kind})")
         else:
             kept[key] = _without(child, path, skip, left)
     return kept

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import random
 import resource
 import struct
 from contextlib import redirect_stderr
+from pathlib import Path
 
 import pytest
 import torch
@@ -159,7 +162,28 @@ def test_nothing_that_could_run_code_is_unpickled(tmp_path, capsys):
     code = main(["import", str(tmp_path / "bad.pt"), str(tmp_path / "run")])
     out, err = capsys.readouterr()
     assert code == 2 and "run by" not in out + err and not (tmp_path / "run").exists()
-    assert f"'{tmp_path / 'bad.pt'}' needs print, which" in err and "weights_only" in err
+    assert f"'{tmp_path / 'bad.pt'}' has print at 'args', which" in err and "weights_only" in err
+    code, report = answer(capsys, "import", tmp_path / "bad.pt", tmp_path / "run", "--skip", "args")
+    assert (code, report["left_out"]) == (0, ["args: left out by --skip (print)"])
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (argparse.Namespace(lr=1), "has argparse.Namespace at 'of/them', which"),
+        ([1, (Path("/x"),)], "has pathlib.PosixPath at 'of/them', which"),
+        (random.Random(0), "at 'of/them', which"),
+    ],
+)
+def test_an_object_that_is_refused_is_named_by_its_path_and_can_be_left_out(tmp_path, capsys, value, said):
+    """One object anywhere kept a whole torch.save file out, whatever --skip said."""
+    torch.save({"w": torch.ones(2), "of": {"them": value}}, tmp_path / "a.pt")
+    code, report = answer(capsys, "import", tmp_path / "a.pt", tmp_path / "run")
+    assert code == 2 and said in report["error"] and "--skip 'of/them'" in report["error"]
+    imported(capsys, tmp_path / "a.pt", tmp_path / "run", "--skip", "of/*")
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "module.pt")
+    code, report = answer(capsys, "import", tmp_path / "module.pt", tmp_path / "run")
+    assert code == 2 and report["error"].endswith("save its state_dict()")
 
 
 def test_a_broken_file_of_torch_save_is_damage(run, tmp_path, capsys):
