@@ -223,7 +223,10 @@ class TorchExecutor:
 def torch_stage(module: nn.Module, index: int, schedule: Schedule, mesh: Mesh, **options: Any) -> PipelineStage:
     """The module as torch's stage on this rank."""
     group, cpu = mesh.group("pp"), torch.device("cpu")
-    return PipelineStage(module, index, schedule.num_stages, cpu, group=group, **options)
+    stage = PipelineStage(module, index, schedule.num_stages, cpu, group=group, **options)
+    # torch 2.11 first sends a warm-up to each neighbour, also to this rank's own next stage, which gloo refuses.
+    stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
+    return stage
 
 
 def torch_schedule(
