@@ -185,18 +185,18 @@ def with_scratch(run: Callable[..., None], *arguments: Any) -> None:
     contextvars.copy_context().run(_scratched, run, arguments)
 
 
-def needs_scratch(launches: Sequence[Launch]) -> bool:
+def needs_scratch(launches: Sequence[Any]) -> bool:
     """Whether any makes descriptors in device memory."""
     return any(launch.constants.get("DESCRIPTORS") for launch in launches)
 
 
-def _run_in_order(launches: Sequence[Launch]) -> None:
+def _run_in_order(launches: Sequence[Any]) -> None:
     for launch in launches:
         launch.run()
 
 
-def run_launches(launches: Sequence[Launch]) -> None:
-    """Runs in order, with memory for descriptors where a launch needs it."""
+def run_launches(launches: Sequence[Any]) -> None:
+    """Runs in order launches, or what has their `run` and `constants`; with memory for descriptors where needed."""
     if needs_scratch(launches):
         with_scratch(_run_in_order, launches)
     else:

@@ -112,6 +112,11 @@ def some_rows(x: torch.Tensor, rows: slice) -> torch.Tensor:
     return x if rows.stop - rows.start == x.shape[0] else x[rows]
 
 
+def first_cols(x: torch.Tensor, count: int) -> torch.Tensor:
+    """x[:, :count]; `x` itself where that is all of it."""
+    return x if count == x.shape[1] else x[:, :count]
+
+
 def _cols(x: torch.Tensor, cols: slice) -> torch.Tensor:
     """x[:, cols], as `some_rows`."""
     return x if cols.stop - cols.start == x.shape[1] else x[:, cols]
@@ -123,6 +128,26 @@ def _chunk_like(
     """Room for the logits of the longest chunk, [n, V_local]."""
     longest = chunks[0].stop if chunks else 0
     return _cols(x.new_empty((longest, -(-num_local // aligned) * aligned), dtype=dtype), slice(0, num_local))
+
+
+def room_for(site: Site, num_rows: int, num_local: int, dtype: torch.dtype) -> torch.Tensor:
+    """Room in a plan for logits [num_rows, num_local], which are its first columns."""
+    return site.empty((num_rows, -(-num_local // _ALIGNED) * _ALIGNED), dtype)
+
+
+def logits_into(x: torch.Tensor, weight: torch.Tensor, room: torch.Tensor) -> None:
+    """x @ weight^T into the first columns of `room`."""
+    multiply(x, weight.t(), first_cols(room, weight.shape[0]))
+
+
+def dx_into(room: torch.Tensor, weight: torch.Tensor, dx: torch.Tensor) -> None:
+    """The first columns of `room`, the gradient of the logits, @ weight into dx."""
+    multiply(first_cols(room, weight.shape[0]), weight, dx)
+
+
+def dweight_into(x: torch.Tensor, room: torch.Tensor, accumulate: bool, dweight: torch.Tensor) -> None:
+    """The gradient in the first columns of `room`, turned, @ x into dweight, or added there."""
+    wgrad_into(x, first_cols(room, dweight.shape[0]), dweight, accumulate)
 
 
 def walk(

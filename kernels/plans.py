@@ -60,11 +60,33 @@ class Site:
         return torch.full(shape, value, dtype=dtype, device=self.device)
 
 
+class Call(NamedTuple):
+    """A step between launches that is torch's, such as a product: `function` of `arguments`, the last a tensor.
+
+    Each tensor is a whole argument or output of the builder: the function gets that, not a view made by the builder.
+    """
+
+    function: Callable[..., None]
+    arguments: tuple[Any, ...]
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """None: those are a kernel's."""
+        return {}
+
+    def run(self) -> None:
+        self.function(*self.arguments)
+
+    def ready(self, device: int) -> tuple[Runner, tuple[Any, ...]]:
+        """As Launch.ready."""
+        return Runner(device, (), self.function), ()
+
+
 class Built(NamedTuple):
     """What a builder gives: results (outputs of its site, its arguments, or None), and launches in order."""
 
     results: tuple[torch.Tensor | None, ...]
-    launches: Sequence[Launch] = ()
+    launches: Sequence[Launch | Call] = ()
 
 
 # Called with a site, then tensors or None, the first a tensor, then options: numbers, strings, named tuples of them.
@@ -165,6 +187,9 @@ def _plan(
         runner, constants = launch.ready(device)
         num_first = 1 + max([i for i, x in enumerate(launch.arguments) if isinstance(x, torch.Tensor)])
         places = [place(x) for x in launch.arguments[:num_first]]
+        if isinstance(launch, Call):  # a view has its first element's place, too
+            given = zip(places, launch.arguments, strict=True)
+            assert all([x is site.pool[i] for i, x in given if isinstance(x, torch.Tensor)]), "a view in a Call"
         if -1 in places:
             return Site(site.device, site.card)
         launches.append((runner, _gather(places), (*launch.arguments[num_first:], *constants)))
