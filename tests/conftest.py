@@ -1,10 +1,29 @@
-"""What a run of the tests says at its end: how many faults were injected, files damaged, inputs mutated."""
+"""A folder in memory for walks that sync thousands of times; and what a run of the tests says at its end: how many
+faults were injected, files damaged, inputs mutated."""
 
 from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 COUNTED = ("faults", "damages", "inputs")  # what tests record by `record_property`
+
+MEMORY = "/dev/shm"
+
+
+@pytest.fixture
+def memory_path(tmp_path: Path) -> Iterator[Path]:
+    """An empty folder whose syncs cost nothing, where there is one. A walk injects each fault itself and makes the
+    same calls on any file system; on a disk it waits for thousands of syncs. `make faults` walks on a disk."""
+    if not os.access(MEMORY, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="plait-test-", dir=MEMORY) as folder:
+        yield Path(folder)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -33,9 +33,9 @@ def save_new(root: Path, io: _C.Io) -> None:
 
 
 @pytest.fixture
-def old(tmp_path):
+def old(memory_path):
     """A run with the old snapshot; each fault works on a copy of it."""
-    root = tmp_path / "old"
+    root = memory_path / "old"
     with Snapshots(root, keep_last=1) as snapshots:
         snapshots.save(OLD, small_state(OLD))
     return root

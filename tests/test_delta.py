@@ -168,17 +168,17 @@ def test_three_ranks_each_link_their_own(tmp_path):
 
 
 @pytest.mark.parametrize("action", ["crash_before", "crash_after"])
-def test_killed_at_every_operation_of_a_delta(tmp_path, action):
+def test_killed_at_every_operation_of_a_delta(memory_path, action):
     def cycle(root: Path, io: _C.Io) -> None:
         with Snapshots(root, keep_last=1, threads=1, io=io, delta=True) as snapshots:
             snapshots.save(1, state(1)).wait()
             snapshots.save(2, state(2)).wait()
 
-    ops = count_ops(lambda io: cycle(tmp_path / "count", io))
+    ops = count_ops(lambda io: cycle(memory_path / "count", io))
     first = next(i for i, (name, path) in enumerate(ops) if name == "mkdir" and ".tmp-2-" in path)
     assert len(ops) - first > 20
     for index in range(first, len(ops)):
-        root = tmp_path / f"{action}-{index}"
+        root = memory_path / f"{action}-{index}"
         assert in_child(lambda r=root, i=index: cycle(r, _C.FaultIo([(i, action, 0)]))) == KILLED, ops[index]
         assert restored(root) in (1, 2), ops[index]
         with Snapshots(root, keep_last=1, delta=True) as snapshots:

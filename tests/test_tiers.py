@@ -306,13 +306,13 @@ def copy_operations(ops: list[tuple[str, str]]) -> list[int]:
 
 
 @pytest.mark.parametrize("action", ["crash_before", "crash_after"])
-def test_killed_at_every_operation_of_a_copy(tmp_path, action):
+def test_killed_at_every_operation_of_a_copy(memory_path, action):
     """One whole copy restores from the tier alone, and the next save ends with its copy and no remains."""
-    old = tmp_path / "old"
+    old = memory_path / "old"
     save_with_copy(old / "near", old / "far", 1)
 
     def fresh(name: str) -> Path:
-        return Path(shutil.copytree(old, tmp_path / name))
+        return Path(shutil.copytree(old, memory_path / name))
 
     root = fresh("count")
     ops = count_ops(lambda io: save_with_copy(root / "near", root / "far", 2, io))
@@ -356,15 +356,15 @@ def test_killed_in_the_middle_of_the_data_of_a_copy_and_resumed(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
-def test_an_error_at_every_operation_of_a_copy(tmp_path, number):
+def test_an_error_at_every_operation_of_a_copy(memory_path, number):
     """The error is raised as the copy's, the local snapshot is good, and the next copy works."""
-    old = tmp_path / "old"
+    old = memory_path / "old"
     save_with_copy(old / "near", old / "far", 1)
-    root = Path(shutil.copytree(old, tmp_path / "count"))
+    root = Path(shutil.copytree(old, memory_path / "count"))
     ops = count_ops(lambda io: save_with_copy(root / "near", root / "far", 2, io))
     raised = 0
     for index in copy_operations(ops):
-        root = Path(shutil.copytree(old, tmp_path / f"error-{index}"))
+        root = Path(shutil.copytree(old, memory_path / f"error-{index}"))
         try:
             save_with_copy(root / "near", root / "far", 2, _C.FaultIo([(index, "errno", number)]))
         except (OSError, SnapshotDamaged) as error:  # two threads work at once: it may hit a read of the local one
