@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import faulthandler
 import functools
-import importlib
 import importlib.util
 import inspect
 import os
@@ -154,8 +153,6 @@ def load_function(request: dict[str, Any]) -> Callable[..., Any]:
         except BaseException:
             del sys.modules[name]
             raise
-        for needed in getattr(module, "PRELOAD", ()):  # what its ranks would import, each for itself
-            importlib.import_module(needed)
     return getattr(sys.modules[name], request["function"])
 
 
@@ -317,7 +314,11 @@ def main() -> None:
     os.set_inheritable(channel.fileno(), False)
     import torch
 
-    import plait.parallel.collectives  # noqa: F401 - imported once, for all the ranks to come
+    # Once, for all the ranks to come: each would import these at its first backward, optimizer or FSDP2, a second.
+    import torch._dynamo
+    import torch.fx.experimental.symbolic_shapes
+
+    import plait.parallel.collectives  # noqa: F401
 
     torch.set_num_threads(1)
     serve(channel)

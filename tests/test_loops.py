@@ -22,7 +22,6 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
-PRELOAD = ("torch._dynamo",)  # torch imports it at the first optimizer or FSDP2: a second in every rank
 ROWS = 7  # uneven over 2 and over 4
 
 
