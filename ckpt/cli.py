@@ -15,7 +15,7 @@ from pathlib import Path
 from plait.ckpt import cli_convert, cli_manage, cli_show
 from plait.ckpt.cli_show import DIFFERENT, LOCKED, USAGE
 from plait.ckpt.cli_show import check_snapshot as check_snapshot
-from plait.ckpt.errors import SnapshotDamaged, SnapshotError, SnapshotLocked
+from plait.ckpt.errors import SnapshotDamaged, SnapshotError, SnapshotLocked, SnapshotSealed
 
 _COMMANDS = {
     "ls": cli_show.list_snapshots,
@@ -44,6 +44,8 @@ def main(argv: list[str]) -> int:
         code, report, lines = _COMMANDS[arguments.command](arguments)
     except SnapshotLocked as error:
         return _fail(arguments.json, LOCKED, error)
+    except SnapshotSealed as error:
+        return _fail(arguments.json, USAGE, SnapshotSealed(f"{error} (--key-file, --key-env)"))
     except SnapshotDamaged as error:
         return _fail(arguments.json, DIFFERENT, error)
     except (SnapshotError, FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError) as error:
@@ -91,12 +93,13 @@ def _add_looking(add: cli_convert.Add) -> None:
     diff = add("diff", "compare two snapshots bit by bit, on full tensors")
     for side in ("a", "b"):
         diff.add_argument(side, help="a step folder, RUN (its newest valid one) or RUN@STEP; RUN may be a URL")
+    diff.add_argument("--unsigned", action="store_true", help="the first is not signed: the key is for the second")
 
 
 def _add_managing(add: cli_convert.Add) -> None:
-    add("gc", "remove what dead attempts left behind").add_argument("root", type=Path)
+    add("gc", "remove what dead attempts left behind").add_argument("root", type=cli_convert.local)
     prune = add("prune", "remove older snapshots; never the last good one, a pinned one or one being read")
-    prune.add_argument("root", type=Path)
+    prune.add_argument("root", type=cli_convert.local)
     prune.add_argument("--keep", type=int, required=True, metavar="K", help="the newest K stay")
     prune.add_argument("--every", type=int, metavar="N", help="every step that is a multiple of N stays")
     prune.add_argument("--dry-run", action="store_true", help="only say what would go")
@@ -115,5 +118,5 @@ def _add_managing(add: cli_convert.Add) -> None:
     )
     copy.add_argument("--retry-s", type=float, default=60.0, help="how long a store is tried again")
     bench = add("bench", "write and read a file as snapshots do; `plait bench run snapshots` measures whole saves")
-    bench.add_argument("root", type=Path, help="a folder on the disk in question")
+    bench.add_argument("root", type=cli_convert.local, help="a folder on the disk in question")
     bench.add_argument("--mib", type=int, default=256, help="size of the file")

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from plait.ckpt.candidates import find_snapshot
+from plait.ckpt.candidates import find_snapshot, is_url, local_path
 from plait.ckpt.cli_progress import bytes_read, progress, size_text
 from plait.ckpt.cli_show import OK, Answer, key_of, need_folder
 from plait.ckpt.errors import SnapshotError
@@ -21,6 +21,7 @@ from plait.ckpt.interop_torch import export_torch, import_torch
 from plait.ckpt.interop_tree import Imported, choose, save_imported
 from plait.ckpt.keep import reading
 from plait.ckpt.lock import refuse_if_held
+from plait.ckpt.manifest import MANIFEST, RUN
 from plait.ckpt.tier_reader import open_folder
 
 Add = Callable[[str, str], argparse.ArgumentParser]
@@ -33,20 +34,29 @@ def add_commands(add: Add) -> None:
     """Adds the parsers of export and import."""
     out = add("export", "write full tensors for others to read")
     out.add_argument("path", help="a step folder, RUN (its newest valid one) or RUN@STEP")
-    out.add_argument("target", type=Path, help="a file or folder that is not there yet")
+    out.add_argument("target", type=local, help="a file or folder that is not there yet")
     out.add_argument("--format", choices=_EXPORTS, help="default: .safetensors, .pt, or a Hugging Face folder")
     out.add_argument("--select", default="", metavar="NAME", help='only what is at or below this name ("model")')
     out.add_argument("--strip-prefix", action="store_true", help="cut that name off")
     out.add_argument("--shard-mib", type=int, default=5120, help="largest shard of a Hugging Face folder")
     into = add("import", "make a snapshot of a foreign checkpoint; nothing is unpickled but plain tensors and values")
-    into.add_argument("source", type=Path)
-    into.add_argument("root", type=Path, help="a run folder, made if it is not there")
+    into.add_argument("source", type=local)
+    into.add_argument("root", type=local, help="a run folder, made if it is not there")
     into.add_argument("--format", choices=_IMPORTS, help="default: by what is there")
     into.add_argument("--step", type=int, help="default: what the checkpoint says, else 0")
     into.add_argument("--prefix", default="", metavar="NAME", help='put everything below this name ("model")')
     into.add_argument("--skip", action="append", default=[], metavar="PATTERN", help="leave these names out")
     into.add_argument("--rule", action="append", default=[], type=_rule, help="Megatron: PATTERN=DIM or PATTERN=same")
     into.add_argument("--gated", choices=("yes", "no"), help="Megatron: MLPs hold gate and up; default: its args")
+
+
+def local(text: str) -> Path:
+    """Returns a path that may not be in a store. ArgumentTypeError when it is a URL, which a path would mangle."""
+    if is_url(text):
+        raise argparse.ArgumentTypeError(
+            f"'{text}' is a store; this works on directories: `plait snapshot copy` first"
+        )
+    return local_path(text)
 
 
 def _rule(text: str) -> Rule:
@@ -134,7 +144,10 @@ def _read(kind: str, arguments: argparse.Namespace) -> Imported:
 
 
 def _kind_of(source: Path) -> str:
-    """Tells the format by what is there."""
+    """Tells the format by what is there. SnapshotError for what is ours already: its files hold pieces."""
+    own = (source.parent / MANIFEST,) if source.is_file() else (source / MANIFEST, source / RUN)
+    if any(path.is_file() for path in own):
+        raise SnapshotError(f"'{source}' is of a snapshot already: `plait snapshot copy` copies it")
     if source.is_file():
         return "safetensors" if source.suffix == ".safetensors" else "torch"
     if (source / ".metadata").is_file():

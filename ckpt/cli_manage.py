@@ -18,7 +18,17 @@ from plait import _C
 from plait.ckpt import keep
 from plait.ckpt.candidates import find_snapshot, opened_snapshot
 from plait.ckpt.cli_progress import progress, size_text
-from plait.ckpt.cli_show import DIFFERENT, NO_SESSION, OK, Answer, check_snapshot, key_of, need_folder
+from plait.ckpt.cli_show import (
+    DIFFERENT,
+    NO_SESSION,
+    OK,
+    Answer,
+    check_copy,
+    check_snapshot,
+    key_of,
+    need_folder,
+    to_verify,
+)
 from plait.ckpt.copy_whole import copy_whole
 from plait.ckpt.crypt import Key
 from plait.ckpt.errors import SnapshotDamaged
@@ -52,6 +62,9 @@ def _run_of(root: Path) -> str:
 
 def prune(arguments: argparse.Namespace) -> Answer:
     """Removes what `--keep` and `--every` give up, once one of those that stay was read and found good."""
+    for flag, value in (("--keep", arguments.keep), ("--every", arguments.every)):
+        if value is not None and value < 1:
+            raise ValueError(f"{flag} {value}: must be at least 1")
     policy = keep.Policy(arguments.keep, arguments.every)
     if arguments.dry_run:
         return _prune(arguments, policy)
@@ -136,14 +149,22 @@ def copy(arguments: argparse.Namespace) -> Answer:
     key = key_of(arguments)
     if not arguments.retry_s >= 0.0:
         raise ValueError(f"--retry-s {arguments.retry_s}: must be at least 0")
+    if arguments.encrypt and key is None:
+        raise ValueError("--encrypt needs a key: --key-file or --key-env")
     compress: bool | int = arguments.level if arguments.level is not None else arguments.compress
     tier = Tier(arguments.target, None, compress=compress, encrypt=arguments.encrypt, retry_s=arguments.retry_s)
     sent: list[int] = [0]
     with opened_snapshot(arguments.path, None if arguments.unsigned else key) as reader:
         source, total = reader.place, reader.manifest.num_bytes
         with progress(f"copy {reader.folder.name}", total, lambda: sent[0], arguments.json):
-            place = copy_whole(reader, tier, key, sent)
-    return OK, {"source": source, "copy": place}, [f"copied '{source}' to '{place}', verified"]
+            place, copied = copy_whole(reader, tier, key, sent)
+    report = {"source": source, "copy": place, "was_there": not copied}
+    if copied:
+        return OK, report, [f"copied '{source}' to '{place}', verified"]
+    (_, name, opener), *_ = to_verify(place, None, key)
+    if damage := check_copy(name, opener, arguments.json)[0]:
+        raise SnapshotDamaged(f"'{place}' was there already, and is damaged: {damage[0]}")
+    return OK, report, [f"'{place}' was there already, verified"]
 
 
 def bench(arguments: argparse.Namespace) -> Answer:

@@ -18,7 +18,7 @@ from plait.ckpt.candidates import find_copies, is_url, local_path, opened_snapsh
 from plait.ckpt.cli_progress import progress, size_text
 from plait.ckpt.compare import compare
 from plait.ckpt.crypt import Key, load_key, signing_key
-from plait.ckpt.errors import SnapshotDamaged, SnapshotError
+from plait.ckpt.errors import SnapshotDamaged, SnapshotError, SnapshotSealed
 from plait.ckpt.folders import leftovers, parse_step, step_folders
 from plait.ckpt.keep import pinned_folders
 from plait.ckpt.manifest import RUN
@@ -36,15 +36,16 @@ NO_SESSION = "0" * 16
 def list_snapshots(arguments: argparse.Namespace) -> Answer:
     """The snapshots of a run folder or a tier, newest first; 1 when one is damaged."""
     rows, left, owner = (_in_store if is_url(arguments.root) else _in_folder)(arguments)
-    lines = [f"{'snapshot':<20} {'ranks':>5} {'tensors':>8} {'bytes':>15}  grid / reason"]
+    wide = max([20, *(len(row["name"]) for row in rows)])
+    lines = [f"{'snapshot':<{wide}} {'ranks':>5} {'tensors':>8} {'bytes':>15}  grid / reason"]
     for row in rows:
         pinned = "  pinned" * row["pinned"]
         if row["ok"]:
             grid = ",".join(f"{k}={v}" for k, v in row["grid"].items())
             counts = f"{row['world_size']:>5} {row['num_tensors']:>8} {row['num_bytes']:>15}"
-            lines.append(f"{row['name']:<20} {counts}  {grid}{pinned}")
+            lines.append(f"{row['name']:<{wide}} {counts}  {grid}{pinned}")
         else:
-            lines.append(f"{row['name']:<20} {'damaged':>30}  {row['reason']}{pinned}")
+            lines.append(f"{row['name']:<{wide}} {'damaged':>30}  {row['reason']}{pinned}")
     if not rows:
         lines = [f"'{arguments.root}' has no snapshot yet"]
     lines += [f"{name}  (unfinished; `plait snapshot gc` removes it)" for name in left]
@@ -147,10 +148,13 @@ def _show(reader: SnapshotReader, arguments: argparse.Namespace) -> Answer:
     lines = [f"{folder}", *(f"{name + ':':<14}{value}" for name, value in about.items() if value not in ({}, None))]
     lines += [f"{'codec:':<14}{codec}"] * (codec is not None)
     lines += [f"{'signed by:':<14}key {signed}"] * (signed is not None)
-    lines += ["", f"{'tensor':<44} {'dtype':<12} {'shape':<20} {'size':>11}  ranks"]
+    wide = max([44, *map(len, names)])
+    lines += ["", f"{'tensor':<{wide}} {'dtype':<12} {'shape':<20} {'size':>11}  ranks"]
     for t in tensors:
         where = f"= {t['same_as']}" if t["same_as"] else ",".join(map(str, t["ranks"]))
-        lines.append(f"{t['name']:<44} {t['dtype']:<12} {t['shape']!s:<20} {size_text(t['num_bytes']):>11}  {where}")
+        lines.append(
+            f"{t['name']:<{wide}} {t['dtype']:<12} {t['shape']!s:<20} {size_text(t['num_bytes']):>11}  {where}"
+        )
     lines += ["", *(f"{name} = {str(decode(v, name))[:80]}" for name, v in values.items()), ""]
     lines += [f"rank {r['rank']}: {size_text(r['num_bytes'])} in {r['num_pieces']} pieces" for r in ranks]
     lines += ["", *(f"{f['sha256']}  {f['name']}  {f['bytes']} bytes" for f in files)]
@@ -186,8 +190,8 @@ def verify(arguments: argparse.Namespace) -> Answer:
     was given. Without a key a signature is named and not checked: that is no damage, so the exit code stays 0."""
     key = key_of(arguments)
     rows, lines, code = [], [], OK
-    for step, name, opener in _to_verify(arguments.path, arguments.step, key):
-        damage, num_bytes, signed = _check(name, opener, quiet=arguments.json)
+    for step, name, opener in to_verify(arguments.path, arguments.step, key):
+        damage, num_bytes, signed = check_copy(name, opener, quiet=arguments.json)
         row = {"name": name, "step": step, "ok": not damage, "damage": damage, "bytes_read": num_bytes}
         rows.append({**row, "signed_by": signed, "signature_checked": key is not None and not damage})
         lines.append(
@@ -198,7 +202,7 @@ def verify(arguments: argparse.Namespace) -> Answer:
     return code, {"snapshots": rows}, lines
 
 
-def _to_verify(text: str, step: int | None, key: Key | None) -> list[tuple[int, str, Callable[[], SnapshotReader]]]:
+def to_verify(text: str, step: int | None, key: Key | None) -> list[tuple[int, str, Callable[[], SnapshotReader]]]:
     """Returns (step, name, opener) of what a path or a URL names: all snapshots of a run, or one."""
     if is_url(text):
         store, found = find_copies(text, step)
@@ -221,7 +225,7 @@ def check_snapshot(folder: Path, key: Key | None = None, quiet: bool = True) -> 
 
     quiet: shows no progress.
     """
-    return _check(folder.name, partial(open_folder, folder, key=key), quiet)[:2]
+    return check_copy(folder.name, partial(open_folder, folder, key=key), quiet)[:2]
 
 
 def _signature_text(signed: str | None, key: Key | None) -> str:
@@ -230,7 +234,7 @@ def _signature_text(signed: str | None, key: Key | None) -> str:
     return f", signed by key {signed}" + ("" if key is not None else ", which was NOT CHECKED: no key was given")
 
 
-def _check(name: str, opener: Callable[[], SnapshotReader], quiet: bool) -> tuple[list[str], int, str | None]:
+def check_copy(name: str, opener: Callable[[], SnapshotReader], quiet: bool) -> tuple[list[str], int, str | None]:
     """Returns the damage, the bytes of data read, and the id of the key that signed it."""
     signed = None
     try:
@@ -242,6 +246,8 @@ def _check(name: str, opener: Callable[[], SnapshotReader], quiet: bool) -> tupl
         for fragment in reader.fragments:
             for key, value in fragment.per_rank.items():
                 decode(value, f"per-rank value {key!r} of rank {fragment.rank}")
+    except SnapshotSealed:
+        raise
     except SnapshotDamaged as error:
         return [str(error)], 0, signed
     total = sum(file.bytes for fragment in reader.fragments for file in fragment.data_files.values())
@@ -253,7 +259,10 @@ def _check(name: str, opener: Callable[[], SnapshotReader], quiet: bool) -> tupl
 def diff(arguments: argparse.Namespace) -> Answer:
     """Compares two snapshots bit by bit; 1 when they differ."""
     key = key_of(arguments)
-    with opened_snapshot(arguments.a, key) as a, opened_snapshot(arguments.b, key) as b:
+    with (
+        opened_snapshot(arguments.a, None if arguments.unsigned else key) as a,
+        opened_snapshot(arguments.b, key) as b,
+    ):
         return _diff(a, b, arguments)
 
 

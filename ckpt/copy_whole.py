@@ -38,8 +38,9 @@ from plait.ckpt.tiers import Launch, Tier
 _MAX_RUN_BYTES = 4096
 
 
-def copy_whole(reader: SnapshotReader, tier: Tier, key: Key | None, sent: list[int]) -> str:
-    """Copies an opened snapshot as `tier` says; returns "url/folder" of the copy, also when it was there already.
+def copy_whole(reader: SnapshotReader, tier: Tier, key: Key | None, sent: list[int]) -> tuple[str, bool]:
+    """Copies an opened snapshot as `tier` says; returns "url/folder" of the copy, and False where one was there
+    already, which was not looked at.
 
     sent: its first item grows by the bytes sent. SnapshotLocked when a job copies into that folder, SnapshotError
     when it belongs to another run, OSError of the store, SnapshotDamaged of the original.
@@ -50,7 +51,8 @@ def copy_whole(reader: SnapshotReader, tier: Tier, key: Key | None, sent: list[i
     launch = Launch(0, manifest.world_size, session, io, key, manifest.run, 600.0, threading.Event())
     whole = _Whole(tier, store, launch)
     with _owned(store, manifest):
-        return f"{store.url}/{whole.copy_all(source, sent)}"
+        there = find_copy(store, manifest.attempt)
+        return f"{store.url}/{there or whole.copy_all(source, sent)}", there is None
 
 
 @contextmanager
@@ -77,9 +79,6 @@ class _Whole(Copier):
     def copy_all(self, source: SnapshotReader | _Decoded, sent: list[int]) -> str:
         """Copies all parts, then commits; returns the folder in the store."""
         attempt, launch = source.manifest.attempt, self.launch
-        done = find_copy(self.store, attempt)
-        if done is not None:
-            return done
         self._sent = sent
         cipher = launch.key.cipher(attempt) if self.tier.encrypt and launch.key is not None else None
         coder = Coder(self.tier.level, cipher)

@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from plait.ckpt.errors import SnapshotDamaged
+from plait.ckpt.errors import SnapshotDamaged, SnapshotSealed
 
 KEY_BYTES = 32
 _NONCE_BYTES = 12  # random: below 2^32 blocks a key (16 EiB of 4 MiB blocks) the chance of a repeat is below 2^-32
@@ -121,7 +121,7 @@ def opened(name: str, stored: bytes, cipher: Cipher | None, where: str) -> bytes
     if not stored.startswith(SEALED):
         return stored
     if cipher is None:
-        raise SnapshotDamaged(f"{where}: is encrypted, and no key was given")
+        raise SnapshotSealed(f"{where}: is encrypted, and no key was given")
     return cipher.open(name, stored[len(SEALED) :], where)
 
 

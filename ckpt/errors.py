@@ -18,6 +18,10 @@ class SnapshotDamaged(SnapshotError):
     """A file of a snapshot is missing, truncated or has other bytes than its manifest says."""
 
 
+class SnapshotSealed(SnapshotDamaged):
+    """A file of a snapshot is encrypted, and no key was given: nothing says that it is damaged, but it is no use."""
+
+
 class StateError(SnapshotError, ValueError):
     """The caller's state cannot be stored, or does not fit the snapshot; the text names the path in the state."""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from plait import _C
 from plait.ckpt.codec import HEAD_BYTES, PART_BLOCKS, coder_of, unpack
 from plait.ckpt.crypt import Cipher, Key, opened
-from plait.ckpt.errors import SnapshotDamaged
+from plait.ckpt.errors import SnapshotDamaged, SnapshotSealed
 from plait.ckpt.manifest import FILE_NAME, MANIFEST, MAX_JSON_BYTES, DataFile, Manifest, part_name, sha256
 from plait.ckpt.read_plan import FileKey
 from plait.ckpt.reader import SnapshotReader, check_names
@@ -109,7 +109,7 @@ class TierReader(SnapshotReader):
             name = part_name(key[0], key[1], block // PART_BLOCKS)
             where = f"'{self._store.url}/{self._place}/{name}': block {block}"
             if coder.codec != fragment.pieces[0].codec:
-                raise SnapshotDamaged(f"{where}: is encrypted, and no key was given")
+                raise SnapshotSealed(f"{where}: is encrypted, and no key was given")
             start, end = self._part(file, name, block // PART_BLOCKS)[block % PART_BLOCKS]
             coded = self._store.get(self._place, name, start, end)
             plain = min(file.block_bytes, file.bytes - block * file.block_bytes)

@@ -363,7 +363,7 @@ def test_a_snapshot_of_many_ranks_is_copied_and_back(tmp_path, capsys, coding):
     save_three_ranks(tmp_path / "run")
     code, report = answer(capsys, "copy", tmp_path / "run", tmp_path / "far", *CODINGS[coding])
     if key:
-        assert code == 2 and "give Snapshots a key" in report["error"]
+        assert code == 2 and "--encrypt needs a key: --key-file or --key-env" in report["error"]
         with Snapshots(tmp_path / "signed", key_file=tmp_path / "key") as snapshots:
             snapshots.save(1, {"w": torch.arange(6000.0).reshape(6, 1000), "n": 1}).wait()
         shutil.rmtree(tmp_path / "run")
@@ -385,8 +385,35 @@ def test_an_encrypted_copy_of_an_unsigned_snapshot_needs_a_word(run, tmp_path, c
     code, report = answer(capsys, "copy", run, tmp_path / "far", *flags)
     assert code == 1 and "is not signed, and a key was given" in report["error"]
     assert answer(capsys, "copy", run, tmp_path / "far", *flags, "--unsigned")[0] == 0
-    assert answer(capsys, "verify", tmp_path / "far")[0] == 1
+    assert answer(capsys, "verify", tmp_path / "far")[0] == 2
     assert answer(capsys, "verify", tmp_path / "far", *flags[1:])[0] == 0
+    assert answer(capsys, "diff", run, tmp_path / "far", *flags[1:])[0] == 1
+    assert answer(capsys, "diff", run, tmp_path / "far", *flags[1:], "--unsigned")[0] == 0
+
+
+def test_a_copy_that_is_there_already_is_read_before_it_is_called_verified(run, tmp_path, capsys):
+    far = tmp_path / "far"
+    assert answer(capsys, "copy", run, far)[1]["was_there"] is False
+    assert answer(capsys, "copy", run, far)[1]["was_there"] is True
+    flip(far / "step-000000002" / "r00000.safetensors", 5000)
+    code, report = answer(capsys, "copy", run, far)
+    assert code == 1 and "step-000000002' was there already, and is damaged: block 0" in report["error"]
+
+
+def test_what_works_on_directories_says_so_of_a_url(tmp_path, capsys):
+    """The URL was taken for a path: "'s3:/bucket/run' is no run folder"."""
+    url = "s3://bucket/run"
+    for command in (["gc", url], ["prune", url, "--keep", "1"], ["bench", url], ["import", url, tmp_path / "run"]):
+        assert main([*map(str, command)]) == 2
+        assert f"'{url}' is a store; this works on directories" in capsys.readouterr().err
+
+
+def test_a_snapshot_is_no_foreign_checkpoint(run, tmp_path, capsys):
+    """Its pieces came in as tensors, without values, checksums or step."""
+    step = run / "step-000000002"
+    for source in (run, step, step / "r00000.safetensors"):
+        code, report = answer(capsys, "import", source, tmp_path / "into")
+        assert code == 2 and "`plait snapshot copy` copies it" in report["error"]
 
 
 def test_a_snapshot_is_copied_to_a_url_and_back(tmp_path, capsys):
@@ -500,7 +527,7 @@ def test_what_is_wrong_with_a_tier_is_said_with_its_exit_code(tier, tmp_path, ca
     for command in ("show", "verify"):
         code, report = answer(capsys, command, f"{coded}@2" if command == "show" else coded)
         text = json.dumps(report)
-        assert code == 1 and "is encrypted, and no key was given" in text, text
+        assert code == 2 and "is encrypted, and no key was given" in text, text
         code, report = answer(capsys, command, coded, "--key-file", other)
         assert code == 1 and "key" in json.dumps(report)
     for command in ("show", "verify", "ls"):

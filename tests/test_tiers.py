@@ -125,8 +125,8 @@ def test_the_command_line_reads_coded_copies(tmp_path, capsys):
     assert main(["verify", str(tmp_path / "far"), "--key-file", str(secret)]) == 0
     assert main(["diff", str(tmp_path / "near"), str(tmp_path / "far"), "--key-file", str(secret)]) == 0
     capsys.readouterr()
-    assert main(["verify", str(tmp_path / "far")]) == 1
-    assert "is encrypted, and no key was given" in capsys.readouterr().out
+    assert main(["verify", str(tmp_path / "far")]) == 2  # not damaged, as far as anyone knows
+    assert "is encrypted, and no key was given (--key-file, --key-env)" in capsys.readouterr().err
     assert main(["ls", str(tmp_path / "far"), "--key-file", str(tmp_path / "absent")]) == 2
     assert restored(tmp_path / "far", key=KEY)[0] == 1  # a coded copy is a root like any other, for who has the key
     flip(next((tmp_path / "zstd/step-000000001").glob("*.p00000.safetensors")), 9000)
