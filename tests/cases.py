@@ -6,11 +6,14 @@ interpreter is stored as uint16 there, so that its arithmetic is garbage: `bf16_
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import pytest
 import torch
 
 from plait.kernels.launch import INTERPRETED
+
+_Found = TypeVar("_Found")
 
 # Relative and absolute, on values of order 1; the 16-bit ones are twice the rounding of one result.
 TOLERANCE = {
@@ -50,6 +53,19 @@ def normal(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> to
     """Standard normal values, the same on every call with the same arguments."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + sum(shape) * 31 + len(shape))
     return torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype)
+
+
+def captured(call: Callable[[], _Found]) -> tuple[torch.cuda.CUDAGraph, _Found]:
+    """(a graph of `call`, what it gave there), after it ran once on a side stream, as graphs ask for."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call()
+    return graph, found
 
 
 def _outputs(value: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from plait.kernels import cross_entropy, linear_cross_entropy, loss_chunks, merge_stats
-from tests.cases import normal
+from tests.cases import captured, normal
 from tests.loss_cases import run_into, run_once, targets
 
 pytestmark = [
@@ -123,8 +123,6 @@ def test_a_captured_graph_gives_the_same_bits():
         )
 
     want = step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = step()
+    graph, got = captured(step)
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

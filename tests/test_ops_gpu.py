@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from plait import kernels
-from tests.cases import normal
+from tests.cases import captured, normal
 from tests.edges import lay_out
 
 pytestmark = [
@@ -182,19 +182,12 @@ def test_a_captured_forward_and_backward_follow_their_inputs(name):
         found = ours(*leaves)
         return torch.autograd.grad(found if isinstance(found, tuple) else (found,), leaves, grads)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = call()
+    graph, found = captured(call)
     with torch.no_grad():
         for leaf in leaves:
             leaf.mul_(0.5)
     graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(captured, call(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(found, call(), strict=True))
 
 
 def _filled(*shape):

@@ -5,7 +5,7 @@ import torch
 
 from plait.kernels import adamw_, adamw_ref, dropout, dropout_ref, embedding, embedding_wgrad, l2_norm
 from plait.kernels.rounding import stochastic_round_ref
-from tests.cases import normal
+from tests.cases import captured, normal
 
 pytestmark = [
     pytest.mark.gpu,
@@ -96,24 +96,11 @@ def test_embedding_and_its_gradient():
     torch.testing.assert_close(runs[0].double(), want, rtol=1e-5, atol=1e-3)
 
 
-def _captured(call):
-    """`call` in a graph, after it ran once on a side stream, as graphs ask for."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
-
-
 def test_a_graph_steps_adamw_with_the_step_and_rate_of_each_replay():
     before = _lists()
     mine, step = _clone(before), torch.tensor(1, device=DEVICE)
     lr, rng = torch.tensor(0.01, dtype=torch.float64, device=DEVICE), torch.tensor([5, 9], device=DEVICE)
-    graph = _captured(lambda: adamw_(*mine, step=step, lr=lr, rng=rng, **NUMBERS))
+    graph, _ = captured(lambda: adamw_(*mine, step=step, lr=lr, rng=rng, **NUMBERS))
     for some, kept in zip(mine, before, strict=True):
         for x, y in zip(some, kept, strict=True):
             x.copy_(y)
@@ -130,20 +117,15 @@ def test_graphs_of_the_other_ops_follow_their_inputs():
     x, rng = torch.ones(2, 30, 40, device=DEVICE), torch.tensor([1, 2], device=DEVICE)
     tokens, table = torch.arange(50, device=DEVICE) % 9, normal(9, 40, dtype=torch.float32).to(DEVICE)
     dout, tensors = normal(50, 40, dtype=torch.float32).to(DEVICE), [torch.ones(n, device=DEVICE) for n in range(9)]
-    results = {}
 
     def call():
-        results["norm"] = l2_norm(tensors)
-        results["dropout"] = dropout(x, 0.5, rng)
-        results["rows"] = embedding(tokens, table)
-        results["sums"] = embedding_wgrad(tokens, dout, torch.empty(9, 40, device=DEVICE))
+        sums = embedding_wgrad(tokens, dout, torch.empty(9, 40, device=DEVICE))
+        return l2_norm(tensors), dropout(x, 0.5, rng), embedding(tokens, table), sums
 
-    graph = _captured(call)
-    captured = dict(results)
+    graph, found = captured(call)
     for tensor in tensors:
         tensor.fill_(2.0)
     rng.fill_(7)
     tokens.copy_(tokens.flip(0))
     graph.replay()
-    call()
-    assert all(torch.equal(captured[name], results[name]) for name in results)
+    assert all(torch.equal(a, b) for a, b in zip(found, call(), strict=True))
