@@ -1,15 +1,18 @@
 """The Triton side of embedding (embed.py): rows by token, and the gradient of the rows summed in a fixed order.
 
 Gradient: tokens are sorted stably, so that equal ones are a run in the order of the batch. Windows of the sorted list
-are walked one token after the other. A run within one window goes straight to its row; of a run across windows each
-window leaves its sum, and a second kernel adds those in order. No atomics: two runs agree bit for bit. Sums are fp32
-(fp64 for fp64) and rounded once. Per element one read of the gradient and one write of each row that occurs
-(accumulating: one read more), and for each run that crosses a border 4 bytes a window written and read.
+are walked one token after the other; those of other shards are passed over, so that a shard's bits are those of the
+whole. A run within one window goes straight to its row; of a run across windows each window leaves its sum, and a
+second kernel adds those in order. No atomics: two runs agree bit for bit. Sums are fp32 (fp64 for fp64) and rounded
+once. Per element one read of the gradient and one write of each row that occurs (accumulating: one read more), and
+for each run that crosses a border 4 bytes a window written and read.
 
 A gradient of its own is zeroed first, so rows that occur are written twice: V + 2 N rows for V + N (8,192 tokens of
 32,000: 1.2 of the bytes). To zero the others alone, each row must be searched for in the sorted tokens; training adds
 into its bucket and zeroes nothing.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -52,35 +55,37 @@ def _write_row(out_ptrs, sums, mask, ACCUMULATE: tl.constexpr):
     tl.store(out_ptrs, sums.to(out_ptrs.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["vocab_start"])
 def _sum_windows(
     dout_ptr, keys_ptr, order_ptr, out_ptr, partial_ptr, stride_dout_row, stride_dout_col, stride_out_row,
-    stride_out_col, num_tokens, num_rows, num_cols,
+    stride_out_col, num_tokens, num_rows, num_cols, vocab_start,
     COMPUTE: tl.constexpr, ACCUMULATE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_COL: tl.constexpr,
 ):  # fmt: skip
-    """keys are sorted rows, num_rows for tokens of other shards. Runs within the window go to out, the others' sums
-    to partial [windows, 2, D]: of the run that comes from the window before, and of one that begins here and goes on.
+    """keys are sorted tokens, those of other shards too. Runs within the window go to out, the others' sums to
+    partial [windows, 2, D]: of the run that comes from the window before, and of one that begins here and goes on.
     """
+    beyond = num_rows + vocab_start.to(tl.int64)  # no token of this shard
     num_col_blocks = tl.cdiv(num_cols, BLOCK_COL)
     program = tl.program_id(0).to(tl.int64)
     window = program // num_col_blocks
     cols = program % num_col_blocks * BLOCK_COL + tl.arange(0, BLOCK_COL)
     first = window * WINDOW
-    before = tl.load(keys_ptr + first - 1, mask=first > 0, other=-1)
+    before = tl.load(keys_ptr + first - 1, mask=first > 0, other=beyond)
     key = tl.load(keys_ptr + first)
     sums = tl.zeros([BLOCK_COL], COMPUTE)
     for step in range(WINDOW):
         place = first + step
-        inside = (place < num_tokens) & (key < num_rows)
+        row = key - vocab_start
+        inside = (place < num_tokens) & (row >= 0) & (row < num_rows)
         token = tl.load(order_ptr + place, mask=inside, other=0)
         dout_ptrs = dout_ptr + token * stride_dout_row + cols * stride_dout_col
         # A condition of the whole program narrows the row: no columns, no access.
         sums += tl.load(dout_ptrs, mask=cols < tl.where(inside, num_cols, 0), other=0.0).to(COMPUTE)  # [BLOCK_COL]
-        after = tl.load(keys_ptr + place + 1, mask=place + 1 < num_tokens, other=num_rows)
+        after = tl.load(keys_ptr + place + 1, mask=place + 1 < num_tokens, other=beyond)
         ends = inside & ((after != key) | (step == WINDOW - 1))
         whole = ends & (after != key) & (key != before)
         _write_row(
-            out_ptr + key * stride_out_row + cols * stride_out_col,
+            out_ptr + row * stride_out_row + cols * stride_out_col,
             sums,
             cols < tl.where(whole, num_cols, 0),
             ACCUMULATE,
@@ -92,9 +97,9 @@ def _sum_windows(
         key = after
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["vocab_start"])
 def _sum_crossing(
-    keys_ptr, partial_ptr, out_ptr, stride_out_row, stride_out_col, num_tokens, num_rows, num_cols,
+    keys_ptr, partial_ptr, out_ptr, stride_out_row, stride_out_col, num_tokens, num_rows, num_cols, vocab_start,
     ACCUMULATE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_WINDOW: tl.constexpr, BLOCK_COL: tl.constexpr,
 ):  # fmt: skip
     """The run that begins in a window and goes on: its sum there, then those of the next windows."""
@@ -104,21 +109,23 @@ def _sum_crossing(
     cols = program % num_col_blocks * BLOCK_COL + tl.arange(0, BLOCK_COL)
     in_row = cols < num_cols
     first = window * WINDOW
-    before = tl.load(keys_ptr + first - 1, mask=first > 0, other=-1)
+    beyond = num_rows + vocab_start.to(tl.int64)  # no token of this shard
+    before = tl.load(keys_ptr + first - 1, mask=first > 0, other=beyond)
     key = tl.load(keys_ptr + first + WINDOW - 1)
     after = tl.load(keys_ptr + first + WINDOW)
-    if (key == after) & (key != before) & (key < num_rows):
+    row = key - vocab_start
+    if (key == after) & (key != before) & (row >= 0) & (row < num_rows):
         sums = tl.load(partial_ptr + (2 * window + 1) * num_cols + cols, mask=in_row, other=0.0)
         more = key == after
         while more:
             windows = window + 1 + tl.arange(0, BLOCK_WINDOW)
             starts = windows * WINDOW
-            same = tl.load(keys_ptr + starts, mask=starts < num_tokens, other=-1) == key
+            same = tl.load(keys_ptr + starts, mask=starts < num_tokens, other=beyond) == key
             parts = partial_ptr + 2 * windows[:, None] * num_cols + cols[None, :]
             sums += tl.sum(tl.load(parts, mask=same[:, None] & in_row[None, :], other=0.0), axis=0)
             window += BLOCK_WINDOW
             more = tl.sum(same.to(tl.int32), axis=0) == BLOCK_WINDOW
-        _write_row(out_ptr + key * stride_out_row + cols * stride_out_col, sums, in_row, ACCUMULATE)
+        _write_row(out_ptr + row * stride_out_row + cols * stride_out_col, sums, in_row, ACCUMULATE)
 
 
 def forward_launch(tokens: torch.Tensor, weight: torch.Tensor, vocab_start: int, out: torch.Tensor) -> Launch:
@@ -133,13 +140,13 @@ def forward_launch(tokens: torch.Tensor, weight: torch.Tensor, vocab_start: int,
 
 def gradient_launches(
     dout: torch.Tensor, keys: torch.Tensor, order: torch.Tensor, partial: torch.Tensor, out: torch.Tensor,
-    accumulate: bool,
+    accumulate: bool, vocab_start: int = 0,
 ) -> list[Launch]:  # fmt: skip
     """dout [N, D]; keys and order [N] as sorted; partial [windows, 2, D] contiguous; out [V, D]."""
     num_tokens, (num_rows, num_cols) = keys.numel(), out.shape
     num_windows = partial.shape[0]
     shared = {"ACCUMULATE": accumulate, "WINDOW": _WINDOW}
-    sizes = (num_tokens, num_rows, num_cols)
+    sizes = (num_tokens, num_rows, num_cols, vocab_start)
     block_col = min(_MAX_COL, next_power_of_two(num_cols))
     windows = Launch(
         _sum_windows,
@@ -168,23 +175,20 @@ def lookup(tokens: torch.Tensor, weight: torch.Tensor, vocab_start: int) -> torc
 
 
 def _build_gradient(
-    site: Site, dout: torch.Tensor, keys: torch.Tensor, order: torch.Tensor, out: torch.Tensor, accumulate: bool
+    site: Site, dout: torch.Tensor, keys: torch.Tensor, order: torch.Tensor, out: torch.Tensor, *options: Any
 ) -> Built:
     """dout [..., D]; keys and order [N] as sorted; out [V, D]."""
     num_cols = out.shape[1]
     partial = site.empty((triton.cdiv(keys.numel(), _WINDOW), 2, num_cols), compute_dtype(dout.dtype))
-    return Built((), gradient_launches(dout.reshape(-1, num_cols), keys, order, partial, out, accumulate))
+    return Built((), gradient_launches(dout.reshape(-1, num_cols), keys, order, partial, out, *options))
 
 
 def add_rows(dout: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor, vocab_start: int, accumulate: bool) -> None:
     """Writes into `out` [V, D], or adds to it, the sum of dout [..., D] over each row's tokens."""
     if not accumulate:
         out.zero_()
-    num_rows = out.shape[0]
-    if dout.numel() and num_rows:
-        local = tokens.reshape(-1) - vocab_start
-        local.masked_fill_((local < 0) | (local >= num_rows), num_rows)
-        keys, order = torch.sort(local, stable=True)
-        planned(_build_gradient, (dout, keys, order, out), accumulate)
+    if dout.numel() and out.shape[0]:
+        keys, order = torch.sort(tokens.reshape(-1), stable=True)
+        planned(_build_gradient, (dout, keys, order, out), accumulate, vocab_start)
     # The kernels write by address, so autograd must be told.
     torch.autograd.graph.increment_version(out)

@@ -1,5 +1,7 @@
 """embedding on a vocabulary shard, and its weight gradient alone."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -212,6 +214,20 @@ def test_gradient_bits_of_the_kernel_agree_between_runs():
     dout = normal(100, 8, dtype=torch.float32)
     runs = [embedding_wgrad(tokens, dout, torch.empty(3, 8)) for _ in range(3)]
     assert all(torch.equal(runs[0], run) for run in runs)
+
+
+@interpret
+@needs_interpreter
+@pytest.mark.parametrize("starts", [(0, 1, 4, 7), (0, 0, 7)])
+def test_gradient_bits_of_shards_are_those_of_the_whole_table(starts):
+    """Windows are cut where they are for the whole: a run is added in the same groups."""
+    tokens = torch.randint(-1, 8, (120,), generator=torch.Generator().manual_seed(0))
+    dout = normal(120, 8, dtype=torch.float32)
+    shards = [
+        embedding_wgrad(tokens, dout, torch.empty(stop - start, 8), vocab_start=start)
+        for start, stop in itertools.pairwise(starts)
+    ]
+    assert torch.equal(torch.cat(shards), embedding_wgrad(tokens, dout, torch.empty(7, 8)))
 
 
 @interpret

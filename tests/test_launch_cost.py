@@ -522,8 +522,11 @@ def test_the_suite_has_every_op_and_counts_what_it_launches():
 
 
 def test_the_stub_leaves_nothing_behind():
-    before = triton.runtime.driver._active, triton.compiler.compile, launch.INTERPRETED
+    def now():
+        return triton.runtime.driver._active, triton.compiler.compile, launch.INTERPRETED, torch.get_num_threads()
+
+    before = now()
     with suite_launch.stubbed():
-        assert launch.use_triton(torch.ones(1))
-    assert (triton.runtime.driver._active, triton.compiler.compile, launch.INTERPRETED) == before
+        assert launch.use_triton(torch.ones(1)) and torch.get_num_threads() == 1
+    assert now() == before
     assert not launch.use_triton(torch.ones(1))
