@@ -146,15 +146,19 @@ def stubbed() -> Iterator[_NoDriver]:
     """Within it ops on CPU tensors go the way of CUDA tensors, every product too, and launch nothing."""
     if launch.INTERPRETED:
         raise RuntimeError("launch cost: kernels are interpreted in this process; unset TRITON_INTERPRET")
-    driver = _NoDriver()
-    with (
-        mock.patch.object(triton.runtime.driver, "_active", driver),
-        mock.patch("triton.compiler.compile", lambda *args, **more: _Unlaunched()),
-        mock.patch.object(launch, "INTERPRETED", True),  # what sends CPU tensors to Triton, ...
-        mock.patch.object(matmul_launch, "INTERPRETED", True),  # ... and products that torch may do on a card
-        mock.patch.object(loss_chunks, "multiply", lambda a, b, out: bare_kernel[(1,)](out)),  # always torch's
-    ):
-        yield driver
+    driver, threads = _NoDriver(), torch.get_num_threads()
+    torch.set_num_threads(1)  # passes of torch are computed here, and must not wait for another thread
+    try:
+        with (
+            mock.patch.object(triton.runtime.driver, "_active", driver),
+            mock.patch("triton.compiler.compile", lambda *args, **more: _Unlaunched()),
+            mock.patch.object(launch, "INTERPRETED", True),  # what sends CPU tensors to Triton, ...
+            mock.patch.object(matmul_launch, "INTERPRETED", True),  # ... and products that torch may do on a card
+            mock.patch.object(loss_chunks, "multiply", lambda a, b, out: bare_kernel[(1,)](out)),  # always torch's
+        ):
+            yield driver
+    finally:
+        torch.set_num_threads(threads)
 
 
 def providers(name: str, backward: bool, device: str) -> dict[str, Callable[[], object]]:
