@@ -18,7 +18,7 @@ def swiglu_kernel(
     x_ptr, weight_ptr, out_ptr, gate_up_ptr, num_rows, num_cols, num_inner, stride_x_row, stride_x_inner,
     stride_weight_row, stride_weight_inner,
     DESCRIPTORS: tl.constexpr, STORE_DESCRIPTOR: tl.constexpr, X_INNER: tl.constexpr, WEIGHT_INNER: tl.constexpr,
-    PRECISION: tl.constexpr, COMPUTE: tl.constexpr, KEEP_PRE: tl.constexpr,
+    PRECISION: tl.constexpr, COMPUTE: tl.constexpr, KEEP_PRE: tl.constexpr, SPECIALIZED: tl.constexpr,
     BLOCK_ROW: tl.constexpr, BLOCK_COL: tl.constexpr, BLOCK_INNER: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). out [M, F] and gate_up [M, 2F] are contiguous; num_cols is F, weight has 2F rows."""
@@ -32,7 +32,8 @@ def swiglu_kernel(
     out = operand(out_ptr, num_rows, num_cols, num_cols, 1, STORE_DESCRIPTOR, True, BLOCK_ROW, BLOCK_COL)
     num_tiles_row = tl.cdiv(num_rows, BLOCK_ROW)
     num_tiles_col = tl.cdiv(num_cols, BLOCK_COL)
-    for tile in tl.range(tl.program_id(0), num_tiles_row * num_tiles_col, tl.num_programs(0)):
+    num_tiles = num_tiles_row * num_tiles_col
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), warp_specialize=SPECIALIZED):
         tile_row, tile_col = place_of(tile, num_tiles_row, num_tiles_col, GROUP)
         first_row = tile_row * BLOCK_ROW
         first_col = tile_col * BLOCK_COL
@@ -97,7 +98,8 @@ def gated_grad_kernel(
     stride_dout_inner, stride_weight_row, stride_weight_inner,
     DESCRIPTORS: tl.constexpr, DOUT_INNER: tl.constexpr, WEIGHT_INNER: tl.constexpr, PRECISION: tl.constexpr,
     COMPUTE: tl.constexpr, FORM: tl.constexpr, KEEP_HIDDEN: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_ROW: tl.constexpr, BLOCK_COL: tl.constexpr, BLOCK_INNER: tl.constexpr, GROUP: tl.constexpr,
+    SPECIALIZED: tl.constexpr, BLOCK_ROW: tl.constexpr, BLOCK_COL: tl.constexpr, BLOCK_INNER: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). num_cols is F: weight [F, K]; gate_up and grad [M, 2F], hidden [M, F], all contiguous."""
     dout = operand(
@@ -110,7 +112,8 @@ def gated_grad_kernel(
     )  # fmt: skip
     num_tiles_row = tl.cdiv(num_rows, BLOCK_ROW)
     num_tiles_col = tl.cdiv(num_cols, BLOCK_COL)
-    for tile in tl.range(tl.program_id(0), num_tiles_row * num_tiles_col, tl.num_programs(0)):
+    num_tiles = num_tiles_row * num_tiles_col
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), warp_specialize=SPECIALIZED):
         tile_row, tile_col = place_of(tile, num_tiles_row, num_tiles_col, GROUP)
         first_row = tile_row * BLOCK_ROW
         first_col = tile_col * BLOCK_COL

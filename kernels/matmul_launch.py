@@ -186,7 +186,8 @@ def _frame(a: Layout, b: Layout, out: Layout, chosen: _Switches, how: Plan, prec
         "SPLIT": split,
         "PARTS": tile.parts,
         # One loop over tiles and K overlaps a tile's epilogue with the loads of the next; needs a range of K.
-        "FLATTEN": descriptors and not split and not sums and num_inner > 0,
+        "FLATTEN": descriptors and not split and not sums and num_inner > 0 and not tile.specialized,
+        "SPECIALIZED": tile.specialized and descriptors and not sums,
         "BLOCK_ROW": tile.block_row,
         "BLOCK_COL": tile.block_col,
         "BLOCK_INNER": tile.block_inner,
@@ -202,6 +203,11 @@ def _frame(a: Layout, b: Layout, out: Layout, chosen: _Switches, how: Plan, prec
         (num_rows, num_cols, *strides, num_splits),
         (_ceil(num_rows, _FINISH_ROWS), _ceil(num_cols, _FINISH_COLS)),
     )
+
+
+def _warps(tile: Tile, constants: dict[str, Any]) -> int:
+    """What the tile says; eight that load and compute where it is of groups of warps and the launch is not."""
+    return 8 if tile.specialized and not constants["SPECIALIZED"] else tile.num_warps
 
 
 def _randomness(extra: Epilogue) -> tuple[Any, ...]:
@@ -247,7 +253,7 @@ def product_launches(
             (_num_programs(a, how.arch, frame.num_jobs, site),),
             (a, b, target, *tensors, target_sums, *frame.sizes, *random),
             frame.constants,
-            how.tile.num_warps,
+            _warps(how.tile, frame.constants),
             how.tile.num_stages,
         )
     ]
@@ -268,6 +274,7 @@ def _gated_frame(a: Layout, b: Layout, out: Layout, num_cols: int, how: Plan) ->
         "DESCRIPTORS": descriptors and (_inner_first(b) or whole),
         "STORE_DESCRIPTOR": descriptors and (_inner_first(b) or whole) and _fits(out, how.arch),
         "COMPUTE": triton_dtype(a[2]),
+        "SPECIALIZED": tile.specialized and descriptors and (_inner_first(b) or whole),
         "BLOCK_ROW": tile.block_row,
         "BLOCK_COL": tile.block_col,
         "BLOCK_INNER": tile.block_inner,
@@ -296,7 +303,7 @@ def swiglu_launch(
         *of_weight[1],
     )  # fmt: skip
     grid = (_num_programs(x, how.arch, num_jobs, site),)
-    return Launch(swiglu_kernel, grid, arguments, constants, tile.num_warps, tile.num_stages)
+    return Launch(swiglu_kernel, grid, arguments, constants, _warps(tile, constants), tile.num_stages)
 
 
 def gated_grad_launch(
@@ -325,4 +332,4 @@ def gated_grad_launch(
         *of_dout[1], *of_weight[1],
     )  # fmt: skip
     grid = (_num_programs(dout, how.arch, num_jobs, site),)
-    return Launch(gated_grad_kernel, grid, arguments, constants, tile.num_warps, tile.num_stages)
+    return Launch(gated_grad_kernel, grid, arguments, constants, _warps(tile, constants), tile.num_stages)

@@ -21,6 +21,10 @@ class Tile(NamedTuple):
     num_stages: int
     parts: int = 1
     group: int = 8
+    # By TMA: the compiler makes a group of warps that loads, on sm_90 (4 warps here) two that compute half of the
+    # rows each, on sm_100 (8 warps) one that multiplies and these for the epilogue, beside the next tile's product.
+    # It takes one loop over tiles and one over K (triton 3.9). Candidates of the tuner: nobody has timed them.
+    specialized: bool = False
 
 
 # (op or "any", arch, shape class) -> tile. sm_80: 164 KiB of shared memory, operands by cp.async, 8 warps at most

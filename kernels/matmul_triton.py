@@ -5,6 +5,7 @@ Operands may lie either way round: A_INNER says that K is the unit stride of a (
 M is (dout in wgrad); B_INNER the same for b. With DESCRIPTORS tiles come by TMA, else by masked loads of any stride.
 Sums are fp32 (fp64 for fp64). With SPLIT each program sums a span of K into its own slice of a workspace, and
 `finish_kernel` adds the slices in order: no atomics, so that runs agree bit for bit. Offsets are 64-bit.
+SPECIALIZED: the compiler gives the loads a group of warps of its own (Tile in matmul_tables.py); no bit changes.
 
 The epilogue, in this order: + bias, keep pre, activation, * activation'(pre), dropout, + residual, + old out.
 """
@@ -198,7 +199,8 @@ def matmul_kernel(
     PRECISION: tl.constexpr, COMPUTE: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     KEEP_PRE: tl.constexpr, SLOPE: tl.constexpr, DROPOUT: tl.constexpr, RESIDUAL: tl.constexpr,
     ACCUMULATE: tl.constexpr, SUMS: tl.constexpr, SPLIT: tl.constexpr, PARTS: tl.constexpr, FLATTEN: tl.constexpr,
-    BLOCK_ROW: tl.constexpr, BLOCK_COL: tl.constexpr, BLOCK_INNER: tl.constexpr, GROUP: tl.constexpr,
+    SPECIALIZED: tl.constexpr, BLOCK_ROW: tl.constexpr, BLOCK_COL: tl.constexpr, BLOCK_INNER: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). Each of num_splits parts of K has `steps` blocks; out is [num_splits, M, N] with SPLIT."""
     a = operand(
@@ -213,7 +215,8 @@ def matmul_kernel(
     num_tiles_row = tl.cdiv(num_rows, BLOCK_ROW)
     num_tiles_col = tl.cdiv(num_cols, BLOCK_COL)
     num_tiles = num_tiles_row * num_tiles_col
-    for job in tl.range(tl.program_id(0), num_tiles * num_splits, tl.num_programs(0), flatten=FLATTEN):
+    first, num_jobs = tl.program_id(0), num_tiles * num_splits
+    for job in tl.range(first, num_jobs, tl.num_programs(0), flatten=FLATTEN, warp_specialize=SPECIALIZED):
         split = job // num_tiles
         tile_row, tile_col = place_of(job % num_tiles, num_tiles_row, num_tiles_col, GROUP)
         first_row = tile_row * BLOCK_ROW

@@ -129,6 +129,15 @@ _SMALL_TILES = (
 )  # fmt: skip
 _FEW_TILES = tuple((16, col, inner, warps, 5) for col in (32, 64, 128) for inner in (64, 128) for warps in (2, 4))
 
+# Columns and stages where the loads have a group of warps of their own, by class and architecture: none spills in
+# triton 3.9. Of two products at once, and where sums of rows may be asked for, tiles of 256 columns are too large.
+_GROUPED_TILES = {
+    ("large", 90): ((256, 4), (256, 3), (128, 4), (128, 5)),
+    ("large", 100): ((256, 4), (256, 3), (128, 4), (128, 5)),
+    ("deep", 90): ((128, 4), (128, 3)),
+}
+_GROUPED_NARROW = {"swiglu": ((128, 4), (128, 3)), "wgrad_wide": ((128, 4), (128, 5))}
+
 
 def _product_tiles(op: str, kind: str, arch: int) -> Iterator[Tile]:
     derived = TILES.get((op, arch, kind)) or TILES["any", arch, kind]
@@ -137,6 +146,11 @@ def _product_tiles(op: str, kind: str, arch: int) -> Iterator[Tile]:
         # A store in parts of at least 32 columns takes fewer registers: the more, the wider the tile.
         for parts in (1,) if op == "swiglu" else {64: (1, 2), 128: (2, 4), 256: (4,)}.get(size[1], (1,)):
             yield Tile(*size, parts, derived.group)
+    grouped = _GROUPED_TILES.get((kind, arch), ())
+    for col, stages in _GROUPED_NARROW.get(op, grouped) if grouped else ():
+        # The compiler adds groups of four: on sm_90 to half of the computing warps, on sm_100 to the epilogue's.
+        warps, parts = 4 if arch == 90 else 8, 4 if col == 256 else derived.parts
+        yield Tile(128, col, 64, warps, stages, parts, derived.group, specialized=True)
 
 
 def _product_operands(op: str, sizes: tuple[int, int, int], new: Any) -> tuple[torch.Tensor, torch.Tensor]:

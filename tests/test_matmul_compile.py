@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from plait.kernels import matmul_points as matmul_points_file
 from plait.kernels import points
 from plait.kernels.inspect import compile_offline, parse_arch
 from plait.kernels.matmul_launch import TILES, Epilogue, Plan, Tile, plan, product_launches, swiglu_launch
@@ -46,6 +47,35 @@ def test_compiles_without_spills_and_uses_the_tensor_cores(name, arch):
         assert (copies > 0) == (arch == "sm_80")
     narrow = sum(n for op, n in facts.instructions.items() if op.startswith(("LDG.", "STG.")) and ".128" not in op)
     assert narrow <= NARROW
+
+
+# Of each kernel and architecture one tile whose loads have a group of warps of their own.
+GROUPED = (
+    ("linear.epilogue", "sm_90", Tile(128, 256, 64, 4, 4, 4, specialized=True)),
+    ("linear.split", "sm_90", Tile(128, 128, 64, 4, 4, 2, specialized=True)),
+    ("linear.dgrad.gated", "sm_90", Tile(128, 128, 64, 4, 4, 4, specialized=True)),
+    ("linear.epilogue", "sm_100", Tile(128, 256, 64, 8, 4, 4, specialized=True)),
+    ("linear.swiglu", "sm_100", Tile(128, 128, 64, 8, 3, specialized=True)),
+)
+
+
+@pytest.mark.offline
+@pytest.mark.long  # 3 to 15 s each
+@needs_compiler
+@pytest.mark.parametrize("name,arch,tile", GROUPED)
+def test_a_group_of_warps_loads_and_the_others_multiply_without_a_barrier_of_all(name, arch, tile, monkeypatch):
+    monkeypatch.setattr(
+        matmul_points_file, "plan", lambda op, a, b, number: plan(op, a, b, number)._replace(tile=tile)
+    )
+    facts = compile_offline(matmul_points()[name](arch=arch), arch)
+    assert (facts.spill_loads, facts.spill_stores, facts.stack_bytes) == (0, 0, 0)
+    assert facts.num_warps == 12 and facts.registers * 12 * 32 <= 65536 and facts.count("USETMAXREG") > 0
+    assert facts.shared_bytes <= SHARED_BYTES[arch]
+    loop = {
+        kind: sum(n for op, n in facts.loop.items() if op.startswith(kind)) for kind in ("BAR", "UTMALDG", "U", "H")
+    }
+    assert loop["UTMALDG"] == 0 and loop["BAR"] <= (2 if arch == "sm_90" else 0)
+    assert sum(n for op, n in facts.loop.items() if op.startswith(MATRIX[arch])) >= 4
 
 
 # (M, N, K, splits): sizes of 1 are constants to the compiler, odd ones rule out descriptors.

@@ -5,7 +5,7 @@ import torch
 
 from plait.kernels import gated, linear_dgrad, linear_dgrad_ref, matmul_direct
 from plait.kernels.launch import run_launches
-from plait.kernels.matmul_launch import Epilogue, Plan, Tile, gated_grad_launch
+from plait.kernels.matmul_launch import Epilogue, Plan, Tile, gated_grad_launch, product_launches, swiglu_launch
 from plait.kernels.matmul_plain import GATES
 from tests.cases import TOLERANCE, close, interpret, needs_interpreter, normal
 from tests.test_matmul_triton import ARCHS, counted, matrix, no_worse_than_torch, product, support
@@ -114,3 +114,67 @@ def test_bad_input_is_refused():
         linear_dgrad(dout, weight, pre=torch.ones(2, 3), activation="swiglu")
     with pytest.raises(TypeError, match="pre is torch.float16"):
         linear_dgrad(dout, weight, pre=torch.ones(2, 6).half(), activation="geglu")
+
+
+def grouped(specialized, num_splits=1):
+    """A tile whose loads have a group of warps of their own, or the same without."""
+    return Plan(90, Tile(32, 64, 32, 4, 1, 2, 3, specialized), num_splits)
+
+
+@interpret
+@needs_interpreter
+@pytest.mark.parametrize("num_splits,with_sums", [(1, False), (2, False), (1, True)])
+def test_loads_by_warps_of_their_own_change_no_bit_of_a_product(num_splits, with_sums):
+    """Several tiles a program; the epilogue with all that it reads."""
+    a, b = (matrix("padded", n, 40, torch.float16, seed=n) for n in (40, 72))
+    bias, pre = normal(72, dtype=torch.float16, seed=2), torch.empty(40, 72, dtype=torch.float16)
+
+    def run(specialized):
+        out, sums = torch.full((40, 72), float("nan"), dtype=torch.float16), torch.zeros(40) if with_sums else None
+        extra = Epilogue(bias, 1, True, 0, pre, None, 40, b[:40, :1].expand(40, 72), False, sums)
+        first, *rest = product_launches(a, b, out, extra, grouped(specialized, num_splits))
+        assert first.constants["SPECIALIZED"] is (specialized and not with_sums)
+        run_launches([first._replace(grid=(2,)), *rest])
+        return out, pre.clone(), torch.zeros(1) if sums is None else sums
+
+    for x, y in zip(run(True), run(False), strict=True):
+        assert torch.equal(x, y) and not x.isnan().any()
+
+
+@interpret
+@needs_interpreter
+def test_loads_by_warps_of_their_own_change_no_bit_of_a_gate():
+    x, weight = normal(40, 48, dtype=torch.float16), normal(272, 48, dtype=torch.float16, seed=1)
+    gate_up, out = torch.empty(40, 272, dtype=torch.float16), torch.empty(40, 136, dtype=torch.float16)
+
+    def run(specialized):
+        first = swiglu_launch(x, weight, out, gate_up, grouped(specialized))
+        second = gated_grad_launch(x, weight[:136], gate_up, 0, gate_up, None, grouped(specialized))
+        assert first.constants["SPECIALIZED"] is second.constants["SPECIALIZED"] is specialized
+        run_launches([first._replace(grid=(2,)), second._replace(grid=(2,))])
+        return out.clone(), gate_up.clone()
+
+    for one, other in zip(run(True), run(False), strict=True):
+        assert torch.equal(one, other) and one.isfinite().all() and one.any()
+
+
+def test_what_the_compiler_cannot_split_is_left_to_eight_warps():
+    """Sums of rows are a second loop over K; a second half that no descriptor reaches is read by pointers."""
+
+    def new(*shape):
+        return torch.empty(shape, dtype=torch.float16, device="meta")
+
+    def kind(launch):
+        return launch.constants["SPECIALIZED"], launch.num_warps
+
+    def product(specialized, sums=None):
+        how = grouped(specialized)
+        (launch,) = product_launches(new(64, 64), new(128, 64), new(64, 128), Epilogue(sums=sums), how)
+        return launch
+
+    assert kind(product(True)) == (True, 4) and not product(True).constants["FLATTEN"]
+    assert kind(product(True, new(64))) == (False, 8) and kind(product(False)) == (False, 4)
+    swiglu = [
+        swiglu_launch(new(64, 64), w, new(64, 60), None, grouped(True)) for w in (new(120, 64), new(64, 120).t())
+    ]
+    assert [kind(launch) for launch in swiglu] == [(True, 4), (False, 8)]
