@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -110,6 +110,44 @@ def make_plan(config: RunConfig) -> RunPlan:
     _check_from(config)
     check_source(config, plan.identity)
     return plan
+
+
+def elastic_plan(config: RunConfig, world_size: int) -> RunPlan:
+    """The plan for as many ranks as a launcher has started, fewer or more than `--mesh` says: pp and tp stay, and dp
+    is what is left. ConfigError lists the grids that fit where that one does not."""
+    sizes = _sizes(config)
+    if math.prod(sizes.values()) == world_size:
+        return make_plan(config)
+    pp, tp = sizes.get("pp", 1), sizes.get("tp", 1)
+    if world_size % (pp * tp):
+        why = f"--mesh {config.mesh}: pp={pp} x tp={tp} do not make up {world_size} ranks"
+    else:
+        try:
+            return make_plan(_on_grid(config, {"dp": 1} | sizes | {"dp": world_size // (pp * tp)}))
+        except ConfigError as error:
+            why = str(error)
+    fits = "; ".join(_grids_that_fit(config, world_size)) or "none"
+    raise ConfigError(f"{why}; torchrun started {world_size} ranks, for which these grids fit: {fits}")
+
+
+def _on_grid(config: RunConfig, sizes: Mapping[str, int]) -> RunConfig:
+    return replace(config, mesh=",".join(f"{name}={size}" for name, size in sizes.items()))
+
+
+def _grids_that_fit(config: RunConfig, world_size: int) -> list[str]:
+    """The grids of so many ranks that the model, the batch and the schedule take; at most 8, least tp first."""
+    found: list[str] = []
+    divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    for tp, pp in ((tp, pp) for tp in divisors for pp in divisors if world_size % (tp * pp) == 0):
+        there = _on_grid(config, {"dp": world_size // (tp * pp), "pp": pp, "tp": tp})
+        try:
+            make_plan(there)
+        except ConfigError:
+            continue
+        found.append(there.mesh)
+        if len(found) == 8:
+            break
+    return found
 
 
 @contextmanager

@@ -32,7 +32,7 @@ def run(config: RunConfig) -> int:
     from plait.ckpt.errors import SnapshotLocked
     from plait.ckpt.lock import refuse_if_held
     from plait.launch import launch, run_in_place, torchrun_place
-    from plait.plan import make_plan
+    from plait.plan import elastic_plan, make_plan
     from plait.rank import Place, Rank
     from plait.train import train
     from plait.view import make_view
@@ -44,9 +44,9 @@ def run(config: RunConfig) -> int:
         except SnapshotLocked as error:
             print(f"plait train: --out {config.out}: {error}", file=sys.stderr)
             return LOCKED
-    plan = make_plan(config)
-    if place is not None and place.world_size != plan.world_size:
-        raise ConfigError(f"--mesh {config.mesh} is {plan.world_size} ranks; torchrun started {place.world_size}")
+    plan = make_plan(config) if place is None else elastic_plan(config, place.world_size)
+    if place is not None and place.rank == 0 and plan.config.mesh != config.mesh:
+        print(f"--mesh {config.mesh}: torchrun started {place.world_size} ranks, which are {plan.config.mesh}")
 
     def program(rank: Rank) -> None:
         train(plan, rank)

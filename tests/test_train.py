@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from plait.ckpt import cli as snapshot_cli
+from plait.config import ConfigError, parse
 from plait.parallel import cli as schedule_cli
-from plait.plan import EVAL_BATCHES
+from plait.plan import EVAL_BATCHES, elastic_plan
 from plait.train_cli import main
 from tests import launchers
 
@@ -333,11 +334,24 @@ def test_torchrun_starts_the_same_program(tmp_path: Path, capsys: pytest.Capture
     assert_equal(tmp_path / "run", tmp_path / "local", capsys)
 
 
-def test_torchrun_with_another_world_is_refused(
+def test_another_number_of_ranks_takes_the_grid_that_fits(tmp_path: Path) -> None:
+    """`plait train` under torchrun refused to go on with fewer or more ranks."""
+    config = parse(f"{SMALL} --mesh dp=2,tp=2 --out {tmp_path / 'run'}".split())
+    for ranks, mesh in ((4, "dp=2,tp=2"), (2, "dp=1,tp=2"), (8, "dp=4,tp=2")):
+        assert elastic_plan(config, ranks).config.mesh == mesh
+    with pytest.raises(ConfigError, match=r"pp=1 x tp=2 do not make up 1 ranks; .* grids fit: dp=1,pp=1,tp=1$"):
+        elastic_plan(config, 1)
+    with pytest.raises(
+        ConfigError, match=r"--mesh dp=3,.*; torchrun started 6 ranks, for which these grids fit: dp="
+    ):
+        elastic_plan(config, 6)  # the batch is not made up by three
+
+
+def test_torchrun_with_a_world_that_no_grid_fits_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "localhost"}
+    names = {"RANK": "0", "WORLD_SIZE": "7", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "7", "MASTER_ADDR": "localhost"}
     for name, value in names.items():
         monkeypatch.setenv(name, value)
     assert main(f"{SMALL} --mesh dp=2 --out {tmp_path / 'run'}".split()) == 2
-    assert "is 2 ranks; torchrun started 4" in capsys.readouterr().err
+    assert "torchrun started 7 ranks, for which these grids fit: none" in capsys.readouterr().err
