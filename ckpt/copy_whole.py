@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from plait import _C
@@ -83,11 +83,17 @@ class _Whole(Copier):
         cipher = launch.key.cipher(attempt) if self.tier.encrypt and launch.key is not None else None
         coder = Coder(self.tier.level, cipher)
         place = self._patiently(lambda: self.store.begin(attempt))
-        for rank in range(launch.world_size):
-            self.launch = replace(launch, rank=rank)
-            self._send_part(source, place, coder, cipher)  # type: ignore[arg-type]
-        self.launch = launch
-        return self._finish(source, place, coder, cipher)  # type: ignore[arg-type]
+        try:
+            for rank in range(launch.world_size):
+                self.launch = replace(launch, rank=rank)
+                self._send_part(source, place, coder, cipher)  # type: ignore[arg-type]
+            self.launch = launch
+            return self._finish(source, place, coder, cipher)  # type: ignore[arg-type]
+        except BaseException:
+            if isinstance(self.store, DirStore):  # no run looks after that folder, and its disk may be full
+                with suppress(OSError):
+                    self.store.remove(place, list(self.store.files(place)))
+            raise
 
     def _pace(self, num_bytes: int) -> None:
         super()._pace(num_bytes)

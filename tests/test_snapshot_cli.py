@@ -400,6 +400,13 @@ def test_a_copy_that_is_there_already_is_read_before_it_is_called_verified(run, 
     assert code == 1 and "step-000000002' was there already, and is damaged: block 0" in report["error"]
 
 
+def test_a_copy_that_fails_leaves_nothing_of_its_attempt(run, tmp_path, capsys):
+    """A full disk kept the folder of the attempt, which gc could not remove: it had no RUN.json yet."""
+    flip(run / "step-000000002" / "r00000.safetensors", 5000)
+    assert answer(capsys, "copy", run, tmp_path / "far")[0] == 1
+    assert [path.name for path in (tmp_path / "far").iterdir()] == ["LOCK"]
+
+
 def test_what_works_on_directories_says_so_of_a_url(tmp_path, capsys):
     """The URL was taken for a path: "'s3:/bucket/run' is no run folder"."""
     url = "s3://bucket/run"
