@@ -203,7 +203,7 @@ def build_backward(
     num_cols, dpre = dout.shape[-1], site.empty(dout.shape, dout.dtype)
     if not dout.numel():
         return Built((dpre, site.full((num_cols if want_sums else 0,), dout.dtype, 0.0)))
-    mask = None if rng is None else (rng, p, sample_offset, row_offset, col_offset)
+    mask = None if rng is None else (rng.contiguous(), p, sample_offset, row_offset, col_offset)
     total = site.empty((num_cols if want_sums else 0,), dout.dtype)
     if not want_sums:
         return Built((dpre, total), [backward_launch(dout, pre, code, mask, dpre, None)])
