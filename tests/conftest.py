@@ -13,6 +13,8 @@ import pytest
 COUNTED = ("faults", "damages", "inputs")  # what tests record by `record_property`
 
 MEMORY = "/dev/shm"
+# torch.compile tries each vector extension of the CPU by a program of its own, 9 s of CPU: scalar code will do here.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 
 @pytest.fixture
