@@ -32,6 +32,7 @@ from plait.bench.spec import WrongResultError
 
 Samples = dict[str, list[float]]
 WARM = 2  # saves that are counted as warm: from the third on, since retention removes nothing before the second
+BESIDE = 3  # saves beside the loop of one thread: single ones differ too much to decide by
 MIB = 1 << 20
 ODD = 1013  # elements by which tensor sizes differ: no multiple of a page, a block or a vector
 COLD = 0.02  # share of a save's pages that may be left in the cache by the advice to drop them
@@ -145,21 +146,23 @@ class Turn:
         return saved.path
 
     def beside_training(self, threads: int, last: Path) -> tuple[Path, Loss]:
-        """A save beside a loop of so many threads; returns its folder and what the loop lost."""
+        """Saves beside a loop of so many threads; returns the last one's folder and what the loop lost to it."""
         self.training.set_threads(threads)
-        folder = self.folder()
+        for _ in range(BESIDE if threads == 1 else 1):
+            folder = self.folder()
 
-        def begin() -> Pending:
-            return self.provider.begin(folder, self.state)
+            def begin(folder: Path = folder) -> Pending:
+                return self.provider.begin(folder, self.state)
 
-        pending, loss = self.training.beside(begin)
-        path = pending.wait()
-        sync_all(path)
-        self.note(f"lost {threads}", loss.lost_s)
-        self.note(f"lost share {threads}", loss.lost_s / loss.complete_s)
-        self.note(f"stall in training {threads}", loss.stall_s)
-        self.note(f"fence and update {threads}", loss.fence_s)
-        return self.replace(last, Saved(0.0, 0.0, 0.0, path)), loss
+            pending, loss = self.training.beside(begin)
+            path = pending.wait()
+            sync_all(path)
+            self.note(f"lost {threads}", loss.lost_s)
+            self.note(f"lost share {threads}", loss.lost_s / loss.complete_s)
+            self.note(f"stall in training {threads}", loss.stall_s)
+            self.note(f"fence and update {threads}", loss.fence_s)
+            last = self.replace(last, Saved(0.0, 0.0, 0.0, path))
+        return last, loss
 
     def restore(self, kind: str, path: Path, flipped: int) -> None:
         """Loads into poisoned tensors that are resident, and compares with the state when so many bits were
