@@ -6,11 +6,14 @@
 
 #include "errors.hpp"
 #include "file.hpp"
+#include "stream_copy.hpp"
 
 namespace plait {
 
 // Below this in total, starting a thread costs more than the copy.
 constexpr uint64_t kAloneBytes = uint64_t{4} << 20;
+// Of threads that work after the capture call, beside training.
+const Priority kLate{kBackgroundNice, IoPriority::kNormal};
 
 Stage::Stage(const StagingPool& pool, std::string header,
              std::vector<StagedPiece> pieces, uint64_t file_bytes,
@@ -23,71 +26,74 @@ Stage::Stage(const StagingPool& pool, std::string header,
                        pool.capacity())),
       mapping_(pool.view(0, 0)),
       lazy_(plan_.parts),
-      states_(plan_.parts.size(), State::kPending),
-      left_(plan_.num_blocks, block_bytes),
+      progress_(plan_, file_bytes),
       written_(plan_.num_blocks),
-      hasher_(pieces_) {
+      hasher_(pieces_, file_bytes, block_bytes) {
   if (threads_ < 1) {
     throw std::invalid_argument("Stage: threads must be >= 1");
-  }
-  bytes_left_ = round_up(file_bytes, kDirectAlignment);
-  left_.back() -= plan_.num_blocks * block_bytes - bytes_left_;
-  for (const StagePart& part : plan_.parts) {
-    eager_left_ += part.piece >= 0 && !part.lazy ? part.bytes : 0;
   }
 }
 
 Stage::~Stage() { close(); }
 
-char* Stage::memory(uint64_t file_offset) const {
-  return mapping_->data() + plan_.pool_offsets[file_offset / block_bytes()] +
-         file_offset % block_bytes();
-}
-
-bool Stage::has_slot(uint64_t block) const {
-  const int64_t before = plan_.predecessors[block];
-  return before < 0 || written_[static_cast<size_t>(before)];
-}
-
-// Needs a pending part with a slot; gives the lock back meanwhile.
-void Stage::copy(size_t index, Lock& lock) {
+// Needs a pending part with a slot; gives the lock back meanwhile. calm: hashes
+// it too where it is next, which spares reading it again from memory.
+void Stage::copy(size_t index, Lock& lock, bool calm) {
   const StagePart& part = plan_.parts[index];
-  states_[index] = State::kRunning;
-  ++running_;
+  const bool hashes = calm && progress_.is_next_to_hash(index);
+  if (hashes) {
+    progress_.begin_hash();
+  }
+  progress_.begin(index);
   lock.unlock();
   char* const target = memory(part.file_offset);
   if (part.source == nullptr) {
     std::memset(target, 0, part.bytes);
+  } else if (hashes) {
+    hasher_.copy(target, part.source, part.bytes);
   } else {
-    std::memcpy(target, part.source, part.bytes);
+    stream_copy(target, part.source, part.bytes);
   }
   const bool torn = part.lazy && lazy_.is_changed(index, target);
   lock.lock();
-  states_[index] = State::kDone;
-  --running_;
   if (torn) {
     end(std::make_exception_ptr(
         TornError("Stage: changed before it was copied", part.piece)));
-    return;
   }
-  eager_left_ -= part.piece >= 0 && !part.lazy ? part.bytes : 0;
-  count_in(part.file_offset, part.bytes);
+  const bool was_eager = !progress_.eager_in();
+  const bool completed = progress_.end(index);
+  if (hashes) {
+    hashed(part.bytes);
+  }
+  come_in(completed);
+  if (over_ || hurried_ > 0 || (was_eager && progress_.eager_in())) {
+    changed_.notify_all();
+  }
 }
 
-void Stage::count_in(uint64_t file_offset, uint64_t bytes) {
-  while (bytes > 0) {
-    const uint64_t block = file_offset / block_bytes();
-    const uint64_t step =
-        std::min(bytes, (block + 1) * block_bytes() - file_offset);
-    if (block >= left_.size() || step > left_[block]) {
-      throw std::invalid_argument("Stage: a block has more than its bytes");
-    }
-    left_[block] -= step;
-    bytes_left_ -= step;
-    file_offset += step;
-    bytes -= step;
+// Wakes who waits for bytes that are in. completed: a block.
+void Stage::come_in(bool completed) {
+  if (completed && (!calm_ || progress_.all_hashed())) {
+    to_write_.notify_all();
   }
-  changed_.notify_all();
+  if (progress_.all_in()) {
+    changed_.notify_all();
+  }
+}
+
+// Hashes from memory what has come in, once; false where nothing has.
+bool Stage::hash(Lock& lock) {
+  const uint64_t bytes = progress_.hashable();
+  if (bytes == 0) {
+    return false;
+  }
+  progress_.begin_hash();
+  const char* const data = memory(progress_.hashed_bytes());
+  lock.unlock();
+  hasher_.update(data, bytes);
+  lock.lock();
+  hashed(bytes);
+  return true;
 }
 
 void Stage::end(std::exception_ptr reason) {
@@ -95,38 +101,44 @@ void Stage::end(std::exception_ptr reason) {
     over_ = std::move(reason);
   }
   changed_.notify_all();
+  to_write_.notify_all();
 }
 
-void Stage::throw_if_over() const {
-  if (over_) {
-    std::rethrow_exception(over_);
-  }
-}
-
-void Stage::work() {
+// A thread's share of the copying. While nobody waits for it the first thread
+// does it all and hashes as it goes, in order; a second one would copy out of
+// order, to be read again, and compete for the cores of training.
+void Stage::work(int worker) {
   bool lowered = false;
   Lock lock(mutex_);
   while (!over_) {
-    while (next_part_ < states_.size() &&
-           states_[next_part_] != State::kPending) {
-      ++next_part_;
+    const size_t next = progress_.next_pending();
+    if (next == plan_.parts.size()) {
+      break;
     }
-    if (next_part_ == states_.size()) {
-      return;
-    }
-    const StagePart& part = plan_.parts[next_part_];
+    const StagePart& part = plan_.parts[next];
     if ((part.lazy || part.in_turn) && !lowered) {
       lowered = true;
       lock.unlock();
-      lower_priority({kBackgroundNice, IoPriority::kNormal});
+      lower_priority(kLate);
       lock.lock();
       continue;
     }
-    if (has_slot(part.file_offset / block_bytes())) {
-      copy(next_part_, lock);
+    const bool ready = has_slot(part.file_offset / block_bytes());
+    const bool calm = ready && part.lazy && hurried_ == 0;
+    if (worker == 0) {
+      set_calm(calm);
+      if (calm && hash(lock)) {
+        continue;
+      }
+    }
+    if (ready && (worker == 0 || !calm)) {
+      copy(next, lock, calm);
     } else {
       changed_.wait(lock);
     }
+  }
+  if (worker == 0) {
+    set_calm(false);
   }
 }
 
@@ -134,13 +146,13 @@ void Stage::start_threads(const Priority& priority) {
   if (!workers_) {
     workers_ = std::make_unique<Workers>(
         threads_, "plait-copy", static_cast<uint64_t>(threads_),
-        [this](int, uint64_t) { work(); }, priority);
+        [this](int worker, uint64_t) { work(worker); }, priority);
   }
 }
 
 void Stage::start() {
   Lock lock(mutex_);
-  if (slabs() > 1 || eager_left_ > kAloneBytes) {
+  if (slabs() > 1 || progress_.eager_left() > kAloneBytes) {
     start_threads({});
   }
 }
@@ -148,48 +160,55 @@ void Stage::start() {
 void Stage::capture() {
   start();
   Lock lock(mutex_);
-  const bool alone = bytes_left_ <= kAloneBytes;
-  for (size_t i = 0; i < states_.size() && !over_; ++i) {
+  const bool alone = progress_.bytes_left() <= kAloneBytes;
+  for (size_t i = 0; i < plan_.parts.size() && !over_; ++i) {
     const StagePart& part = plan_.parts[i];
     if (part.in_turn || (part.lazy && !alone)) {
       break;
     }
-    if (states_[i] == State::kPending) {
+    // Zeros between pieces can wait: all over the file, a miss each.
+    if (progress_.state(i) == State::kPending && (part.piece >= 0 || alone)) {
       copy(i, lock);
     }
   }
-  changed_.wait(lock, [&] { return over_ || eager_left_ == 0; });
-  if (!alone && !over_) {  // Last: they compete with the caller for its CPU.
-    start_threads({kBackgroundNice, IoPriority::kNormal});
+  changed_.wait(lock, [&] { return over_ || progress_.eager_in(); });
+  if (!alone && !over_) {
+    start_threads(kLate);
   }
 }
 
 void Stage::fence(const std::vector<Range>& ranges) {
   const std::vector<size_t> wanted = lazy_.overlapping(ranges);
   Lock lock(mutex_);
+  hurry(1);
   for (const size_t index : wanted) {
     const uint64_t block = plan_.parts[index].file_offset / block_bytes();
     changed_.wait(lock, [&] {
-      return over_ || states_[index] != State::kPending || has_slot(block);
+      return over_ || progress_.state(index) != State::kPending ||
+             has_slot(block);
     });
-    if (!over_ && states_[index] == State::kPending) {
+    if (!over_ && progress_.state(index) == State::kPending) {
       copy(index, lock);
     }
   }
   for (const size_t index : wanted) {
-    changed_.wait(lock, [&] { return states_[index] != State::kRunning; });
+    changed_.wait(lock,
+                  [&] { return progress_.state(index) != State::kRunning; });
   }
+  hurry(-1);
 }
 
 void Stage::wait_copied() {
   Lock lock(mutex_);
-  changed_.wait(lock, [&] { return over_ || bytes_left_ == 0; });
+  hurry(1);
+  changed_.wait(lock, [&] { return over_ || progress_.all_in(); });
+  hurry(-1);
   throw_if_over();
 }
 
 bool Stage::copied() const {
   Lock lock(mutex_);
-  return bytes_left_ == 0 || (over_ && running_ == 0);
+  return progress_.all_in() || (over_ && progress_.running() == 0);
 }
 
 uint64_t Stage::open(uint64_t file_offset, uint64_t bytes) {
@@ -206,11 +225,6 @@ uint64_t Stage::open(uint64_t file_offset, uint64_t bytes) {
   return plan_.pool_offsets[block] + file_offset % block_bytes();
 }
 
-void Stage::fill(uint64_t file_offset, uint64_t bytes) {
-  Lock lock(mutex_);
-  count_in(file_offset, bytes);
-}
-
 void Stage::close() {
   cancel("the stage is closed");
   Lock lock(mutex_);
@@ -218,29 +232,19 @@ void Stage::close() {
   lock.unlock();
   workers.reset();  // Joins.
   lock.lock();
-  changed_.wait(lock, [&] { return running_ == 0; });
+  changed_.wait(lock, [&] { return progress_.running() == 0; });
 }
 
 const char* Stage::block(int, uint64_t block, size_t, uint32_t* crc) {
   Lock lock(mutex_);
-  changed_.wait(lock, [&] {
-    return over_ || (left_[block] == 0 && hashed_blocks_ == block);
-  });
+  while (!over_ && !progress_.is_ready(block)) {
+    if (calm_ || !hash(lock)) {
+      to_write_.wait(lock);
+    }
+  }
   throw_if_over();
-  lock.unlock();
-  const uint64_t begin = block * block_bytes();
-  const uint64_t end = std::min(begin + block_bytes(), file_bytes_);
-  const char* const data = memory(begin);
-  *crc = hasher_.update(data, begin, end, end == file_bytes_);
-  lock.lock();
-  ++hashed_blocks_;
-  changed_.notify_all();
-  return data;
-}
-
-void Stage::give_up(std::exception_ptr reason) {
-  Lock lock(mutex_);
-  end(std::move(reason));
+  *crc = hasher_.crc(block);
+  return memory(block * block_bytes());
 }
 
 }  // namespace plait

@@ -17,8 +17,9 @@
 
 #include "block_source.hpp"
 #include "lazy_parts.hpp"
-#include "piece_hasher.hpp"
+#include "stage_hasher.hpp"
 #include "stage_plan.hpp"
+#include "stage_progress.hpp"
 #include "staging_pool.hpp"
 #include "workers.hpp"
 
@@ -69,7 +70,10 @@ class Stage final : public BlockSource {
   // slot, returns the pool offset of a range inside one block (or, where all
   // blocks have a place, of any); then fill() says that it is in.
   uint64_t open(uint64_t file_offset, uint64_t bytes);
-  void fill(uint64_t file_offset, uint64_t bytes);
+  void fill(uint64_t file_offset, uint64_t bytes) {
+    Lock lock(mutex_);
+    come_in(progress_.count_in(file_offset, bytes));
+  }
 
   // Ends it with std::runtime_error(reason), unless it is over already.
   void cancel(const std::string& reason) {
@@ -83,9 +87,14 @@ class Stage final : public BlockSource {
   void written(uint64_t block) override {
     std::unique_lock<std::mutex> lock(mutex_);
     written_[block] = true;
-    changed_.notify_all();
+    if (slabs() > 1) {
+      changed_.notify_all();
+    }
   }
-  void give_up(std::exception_ptr reason) override;
+  void give_up(std::exception_ptr reason) override {
+    Lock lock(mutex_);
+    end(std::move(reason));
+  }
   // XXH3-128 of every piece that is complete, in their order.
   std::vector<std::string> hashes() const {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -93,17 +102,44 @@ class Stage final : public BlockSource {
   }
 
  private:
-  enum class State : uint8_t { kPending, kRunning, kDone };
+  using State = StageProgress::State;
   using Lock = std::unique_lock<std::mutex>;
 
-  char* memory(uint64_t file_offset) const;
-  bool has_slot(uint64_t block) const;
-  void copy(size_t index, Lock& lock);
+  char* memory(uint64_t file_offset) const {
+    return mapping_->data() + plan_.pool_offsets[file_offset / block_bytes()] +
+           file_offset % block_bytes();
+  }
+  bool has_slot(uint64_t block) const {
+    const int64_t before = plan_.predecessors[block];
+    return before < 0 || written_[static_cast<size_t>(before)];
+  }
+  void throw_if_over() const {
+    if (over_) {
+      std::rethrow_exception(over_);
+    }
+  }
+  void copy(size_t index, Lock& lock, bool calm = false);
+  void come_in(bool completed);
+  bool hash(Lock& lock);
+  void hashed(uint64_t bytes) {
+    if (progress_.end_hash(bytes)) {
+      to_write_.notify_all();
+    }
+  }
   void start_threads(const Priority& priority);
-  void work();
-  void count_in(uint64_t file_offset, uint64_t bytes);
+  void work(int worker);
+  // Somebody waits for copies from now on, or no longer.
+  void hurry(int more) {
+    hurried_ += more;
+    changed_.notify_all();
+  }
+  void set_calm(bool calm) {
+    if (calm_ && !calm) {
+      to_write_.notify_all();  // It is the writers' turn to hash.
+    }
+    calm_ = calm;
+  }
   void end(std::exception_ptr reason);
-  void throw_if_over() const;
 
   const std::string header_;
   const std::vector<StagedPiece> pieces_;
@@ -114,20 +150,16 @@ class Stage final : public BlockSource {
   const LazyParts lazy_;
 
   mutable std::mutex mutex_;  // Guards everything below but the hasher.
-  std::condition_variable changed_;
-  std::vector<State> states_;   // Of each part.
-  std::vector<uint64_t> left_;  // Bytes of each block that are not in yet.
-  std::vector<bool> written_;   // Blocks.
-  size_t next_part_ = 0;
-  uint64_t eager_left_ = 0;  // Bytes that capture() waits for.
-  uint64_t bytes_left_ = 0;
-  int running_ = 0;
+  std::condition_variable changed_;   // All but what writers wait for:
+  std::condition_variable to_write_;  // a block to write, or to hash.
+  StageProgress progress_;
+  std::vector<bool> written_;  // Blocks.
+  int hurried_ = 0;            // Who waits: then only copying counts.
+  bool calm_ = false;          // A thread hashes what it copies; no writer does.
   std::exception_ptr over_;
   std::unique_ptr<Workers> workers_;
 
-  // The turn to hash goes from block to block; who has it owns the hasher.
-  uint64_t hashed_blocks_ = 0;
-  PieceHasher hasher_;
+  StageHasher hasher_;  // Of who has the turn to hash, without the lock.
 };
 
 }  // namespace plait

@@ -106,6 +106,32 @@ def test_what_may_wait_is_copied_by_the_fence_that_needs_it(pool):
     assert caught.value.piece == 1
 
 
+@settings(max_examples=15, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 900_000), min_size=2, max_size=9),
+    gap=st.integers(0, 70),
+    pool_mib=st.sampled_from([2, 10]),
+    order=st.randoms(use_true_random=False),
+)
+def test_fences_put_the_hashing_out_of_order_and_change_no_sum(tmp_path_factory, sizes, gap, pool_mib, order):
+    """A thread hashes what it copies while nobody waits; what a fence copies before its turn is hashed later."""
+    path = tmp_path_factory.mktemp("fences") / "f"
+    pool = _C.StagingPool(pool_mib << 20)
+    lazy = set(range(len(sizes)))
+    stage, memory, content, pieces = stage_of(pool, sizes, lazy=lazy, block_bytes=256 << 10, gap=gap)
+    thread, found = writing(stage, path, threads=2)
+    stage.capture()
+    for index in order.sample(sorted(lazy), len(sizes) // 2):
+        stage.fence([pieces[index][:2]])
+        memory[index][:] = bytes(len(memory[index]))
+    thread.join()
+    assert "error" not in found and path.read_bytes() == content
+    assert found["result"].crcs == _C.crc32c_blocks(content, 256 << 10)
+    originals = [random_bytes(size, seed=i)[:size] for i, size in enumerate(sizes)]
+    assert stage.hashes() == [_C.xxh3_128(piece).hex() for piece in originals]
+    stage.close()
+
+
 def test_eager_blocks_keep_their_slots_so_that_the_call_returns_at_once(pool):
     """One small eager piece behind 3 MiB of lazy ones, a pool of 2 MiB: the call does not wait for any writer."""
     stage, memory, *_ = stage_of(pool, [3 << 20, 100], lazy={0}, block_bytes=256 << 10)

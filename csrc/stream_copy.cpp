@@ -1,0 +1,57 @@
+#include "stream_copy.hpp"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include <cstdint>
+#include <cstring>
+
+namespace plait {
+
+#if defined(__x86_64__)
+
+namespace {
+
+constexpr size_t kLine = 64;
+
+// Whole lines, to an address that is one's.
+__attribute__((target("avx2"))) void stream_lines(char* to, const char* from,
+                                                  size_t bytes) {
+  for (size_t i = 0; i < bytes; i += kLine) {
+    const auto* source = reinterpret_cast<const __m256i*>(from + i);
+    auto* target = reinterpret_cast<__m256i*>(to + i);
+    const __m256i low = _mm256_loadu_si256(source);
+    const __m256i high = _mm256_loadu_si256(source + 1);
+    _mm256_stream_si256(target, low);
+    _mm256_stream_si256(target + 1, high);
+  }
+  _mm_sfence();
+}
+
+}  // namespace
+
+void stream_copy(void* to, const void* from, size_t bytes) {
+  auto* target = static_cast<char*>(to);
+  const auto* source = static_cast<const char*>(from);
+  if (bytes >= 4 * kLine && __builtin_cpu_supports("avx2") != 0) {
+    const size_t before = -reinterpret_cast<uintptr_t>(target) % kLine;
+    const size_t lines = (bytes - before) / kLine * kLine;
+    std::memcpy(target, source, before);
+    stream_lines(target + before, source + before, lines);
+    target += before + lines;
+    source += before + lines;
+    bytes -= before + lines;
+  }
+  std::memcpy(target, source, bytes);
+}
+
+#else
+
+void stream_copy(void* to, const void* from, size_t bytes) {
+  std::memcpy(to, from, bytes);
+}
+
+#endif  // defined(__x86_64__)
+
+}  // namespace plait
