@@ -11,6 +11,7 @@
 #include "checksum.hpp"
 #include "errors.hpp"
 #include "file.hpp"
+#include "stream_copy.hpp"
 #include "workers.hpp"
 
 namespace plait {
@@ -184,8 +185,12 @@ class BlockReader {
         const uint64_t from = std::max(part->offset, done);
         const uint64_t to = std::min(part->offset + part->bytes, done + got);
         if (from < to) {
-          std::memcpy(part->target + (from - part->offset),
-                      data + (from - done), to - from);
+          char* const target = part->target + (from - part->offset);
+          if (&file == &buffered_) {  // Where no disk but the cores are slow.
+            stream_copy(target, data + (from - done), to - from);
+          } else {
+            std::memcpy(target, data + (from - done), to - from);
+          }
         }
       }
     }
