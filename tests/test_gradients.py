@@ -113,7 +113,7 @@ def test_on_a_gpu_one_product_adds_into_the_wide_main_gradient(arch, dtype):
     site = NotingSite(arch)
     x, dout = (torch.empty(4096, width, dtype=dtype, device="meta") for width in (4096, 6144))
     main = torch.empty(6144, 4096, device="meta")
-    built = matmul_direct._build_wgrad(site, x, dout, main, None, False, True, None, False)
+    built = matmul_direct.build_wgrad(site, x, dout, main, None, False, True, None, False)
     assert built is not None and built.results[0] is main
     assert len(built.launches) == 1 and not site.made
 
