@@ -19,8 +19,8 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 @pytest.fixture
 def memory_path(tmp_path: Path) -> Iterator[Path]:
-    """An empty folder whose syncs cost nothing, where there is one. A walk injects each fault itself and makes the
-    same calls on any file system; on a disk it waits for thousands of syncs. `make faults` walks on a disk."""
+    """An empty folder whose syncs cost nothing, where there is one. A walk injects each fault itself; a
+    save makes the same calls on any file system, but on a disk it waits for thousands of syncs."""
     if not os.access(MEMORY, os.W_OK):
         yield tmp_path
         return
