@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,11 +17,11 @@ import torch
 from plait import _C
 from plait.ckpt.captured import Captured
 from plait.ckpt.device import CudaStreams, DeviceCopies, DevicePiece, Streams, bytes_of
-from plait.ckpt.guard import Flight, Guard, Guards, Held, hold_in_place, version_of
+from plait.ckpt.guard import Flight, Guard, Guards, Held, hold_in_place, versions_of
 from plait.ckpt.layout import SMALL_BYTES, DataLayout, Placed, lay_out, shares_of
 from plait.ckpt.leaf import Leaf
 from plait.ckpt.state import Flat
-from plait.ckpt.structure import Leaves, signature_of
+from plait.ckpt.structure import signature_of, tensors_of
 from plait.ckpt.values import encode
 
 BLOCK_BYTES = 4 << 20  # one CRC32C each; what a reader must take as a whole; a slot of the pool
@@ -41,6 +41,15 @@ class _Other:
     owner: Guard | None
 
 
+@dataclass
+class _Lazy:
+    """What is read after the call of one optimizer's: names, and (address, bytes) of what lies on the host."""
+
+    owner: Guard
+    names: list[str] = field(default_factory=list)
+    ranges: list[tuple[int, int]] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class _Plan:
     """A layout with the copies that fill the pool.
@@ -54,7 +63,7 @@ class _Plan:
     aliases: dict[str, str]
     staged: tuple[tuple[int, int, int, bool], ...]  # (address or 0, bytes, file offset, lazy) of each piece
     others: tuple[_Other, ...]
-    lazy: tuple[tuple[str, Guard], ...]  # names of tensors that are read after the call
+    lazy: tuple[_Lazy, ...]
     on_device: bool
 
 
@@ -181,23 +190,25 @@ class Capturer:
         owners = self.guards.owners([placed.share.leaf.tensor for placed in layout.pieces])
         staged: list[tuple[int, int, int, bool]] = []
         others: list[_Other] = []
-        lazy: dict[str, Guard] = {}
+        lazy: dict[Guard, _Lazy] = {}
         for placed, found in zip(layout.pieces, owners, strict=True):
             leaf, share = placed.share.leaf, placed.share
             at, size = len(layout.header) + placed.data_offset, share.num_bytes
             is_plain = _is_plain_memory(leaf.tensor)
             may_wait = leaf.tensor.device.type == "cuda" or (is_plain and size >= SMALL_BYTES)
             owner = found if may_wait else None
-            if owner is not None and size:
-                lazy[leaf.name] = owner
             address = leaf.tensor.data_ptr() + share.start * leaf.tensor.element_size() if is_plain and size else 0
             staged.append((address, size, at, owner is not None))
+            if owner is not None and size:
+                waits = lazy.setdefault(owner, _Lazy(owner))
+                waits.names.append(leaf.name)
+                waits.ranges += [(address, size)] if is_plain else []
             if size and not is_plain:
                 others.append(_Other(leaf.name, share.start, share.stop, at, size, owner))
         kept = DataLayout(layout.header, tuple(map(_without_data, layout.pieces)), layout.data_bytes)
         names = tuple(placed.share.leaf.name for placed in layout.pieces)
         on_device = any(leaf.tensor.device.type == "cuda" for leaf in own)
-        return _Plan(signature, kept, names, aliases, tuple(staged), tuple(others), tuple(lazy.items()), on_device)
+        return _Plan(signature, kept, names, aliases, tuple(staged), tuple(others), tuple(lazy.values()), on_device)
 
     def _pool_of(self, num_bytes: int) -> _C.StagingPool:
         """Returns the pool, grown when too small, unless its size was given."""
@@ -233,11 +244,10 @@ def _hold(flat: Flat, plan: _Plan) -> list[Held]:
     """Returns the tensors that are read after the call, as they are now; from here on those of the host stay where
     they are."""
     held = []
-    for name, owner in plan.lazy:
-        tensor = flat.tensors.tensor(name) if isinstance(flat.tensors, Leaves) else flat.tensors[name].tensor
-        held.append(Held(name, tensor, version_of(tensor), owner))
-        if not tensor.is_cuda:
-            hold_in_place(tensor)
+    for lazy in plan.lazy:
+        tensors = tensors_of(flat, lazy.names)
+        held.append(Held(lazy.owner, lazy.names, tensors, versions_of(tensors), lazy.ranges))
+        hold_in_place(tensors)
     return held
 
 

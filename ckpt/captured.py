@@ -13,6 +13,7 @@ from plait import _C
 from plait.ckpt.guard import Flight
 from plait.ckpt.layout import DataLayout, Placed, dtype_names
 from plait.ckpt.manifest import Piece
+from plait.ckpt.slices import in_slices
 
 
 class Captured:
@@ -60,7 +61,7 @@ class Captured:
         pieces = self.layout.pieces
         if hashes is None:
             hashes = self.stage.hashes() if self.stage is not None else [empty] * len(pieces)
-        return tuple(self._piece(placed, xxh3) for placed, xxh3 in zip(pieces, hashes, strict=True))
+        return tuple(self._piece(placed, xxh3) for placed, xxh3 in in_slices(zip(pieces, hashes, strict=True)))
 
     def settle(self) -> None:
         """After writing: TornSnapshot when a tensor was changed before it was captured."""

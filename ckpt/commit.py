@@ -51,8 +51,9 @@ from plait.ckpt.manifest import (
     to_bytes,
 )
 from plait.ckpt.partner import Peers
+from plait.ckpt.slices import in_slices
 from plait.ckpt.store import read_attempt
-from plait.ckpt.tables import build_table, check_covered, merge_objects
+from plait.ckpt.tables import covered_table, merge_objects
 
 BURY_S = 2.0  # how long a failed attempt waits for ranks to read why; they look every 0.1 s
 _POLL_S = (0.002, 0.1)  # first and longest pause between two looks at the folder
@@ -127,8 +128,7 @@ def coordinate(
     """Waits for all fragments, checks them together and commits. Returns the step folder. own: of this rank."""
     folder = attempt_folder(writer.root, attempt)
     fragments, entries = _collect(writer, folder, attempt, step, own)
-    table = build_table(fragments, f"attempt {attempt}")
-    check_covered(table, f"attempt {attempt}")
+    table = covered_table(fragments, f"attempt {attempt}", in_slices)
     objects = to_bytes(Objects(FORMATS[Objects], merge_objects(fragments)))
     lock.check()
     _C.write_small(writer.io, folder / OBJECTS, objects)

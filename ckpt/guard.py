@@ -12,6 +12,8 @@ import time
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -22,12 +24,16 @@ from plait.ckpt.errors import TornSnapshot
 
 
 class Held(NamedTuple):
-    """A tensor that is read after the call: kept alive, with its version then. owner: of the optimizer's guard."""
+    """The tensors of one guarded optimizer that are read after the call: kept alive, with their versions then.
 
-    name: str
-    tensor: torch.Tensor
-    version: int
+    ranges: (address, bytes) of what is read in the host's memory.
+    """
+
     owner: Guard
+    names: Sequence[str]
+    tensors: Sequence[torch.Tensor]
+    versions: Sequence[int]
+    ranges: Sequence[tuple[int, int]]
 
 
 class Flight:
@@ -55,12 +61,12 @@ class Flight:
         with self._lock:
             if self._over:
                 return
-            held = [item for item in self._held if owner is None or item.owner is owner]
+            held = [one for one in self._held if owner is None or one.owner is owner]
             self._check(held)
             stage, device = self._stage, self.device
-        stage.fence(
-            [range_of(t) for t in (tensors if tensors is not None else [h.tensor for h in held]) if _on_host(t)]
-        )
+        if not stage.copied:
+            own = chain.from_iterable(one.ranges for one in held)
+            stage.fence(list(own) if tensors is None else [range_of(t) for t in tensors if _on_host(t)])
         if device is not None:
             on_device = None if tensors is None else [range_of(t) for t in tensors if not _on_host(t)]
             device.hold_writes(owner, on_device)
@@ -96,10 +102,11 @@ class Flight:
 
     def _check(self, held: Sequence[Held]) -> None:
         """Compares versions of those that no fence has passed yet; after one, writes are allowed."""
-        for item in held:
-            if item.owner not in self._checked and version_of(item.tensor) != item.version:
-                self._torn = self._torn or item.name
-        self._checked |= {item.owner for item in held}
+        for one in held:
+            if one.owner not in self._checked and (now := versions_of(one.tensors)) != one.versions:
+                changed = (name for name, a, b in zip(one.names, one.versions, now, strict=True) if a != b)
+                self._torn = self._torn or next(changed)
+            self._checked.add(one.owner)
 
     def _error(self, name: str) -> TornSnapshot:
         return TornSnapshot(
@@ -143,7 +150,7 @@ class Guard:
         """Returns what changes when the optimizer gets or loses parameters (its state shows in the saved state)."""
         optimizer = self._optimizer()
         groups = getattr(optimizer, "param_groups", ())
-        return tuple(id(parameter) for group in groups for parameter in group["params"])
+        return tuple(map(id, chain.from_iterable(group["params"] for group in groups)))
 
     def remove(self) -> None:
         """Takes the hook away."""
@@ -209,16 +216,20 @@ def range_of(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), (last + 1) * tensor.element_size()
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """Returns the count of writes that torch knows of; -1 for a tensor made in inference mode, which has none."""
-    return -1 if tensor.is_inference() else tensor._version
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Returns the count of writes to each that torch knows of; -1 for one made in inference mode, which has none."""
+    try:
+        return list(map(attrgetter("_version"), tensors))
+    except RuntimeError:
+        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def hold_in_place(tensor: torch.Tensor) -> None:
-    """Makes a later resize of the tensor's storage an error (torch's own, at the resize) instead of a read of freed
-    memory. As `tensor.numpy()` does, and as lasting: copying threads hold its address."""
-    if tensor.untyped_storage().resizable():
-        torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
+def hold_in_place(tensors: Sequence[torch.Tensor]) -> None:
+    """Makes a later resize of a host tensor's storage an error (torch's own, at the resize) instead of a read of
+    freed memory. As `tensor.numpy()` does, and as lasting: copying threads hold its address."""
+    for storage in filter(torch.UntypedStorage.resizable, map(torch.Tensor.untyped_storage, tensors)):
+        if storage.device.type == "cpu":
+            torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
 
 
 def _on_host(tensor: torch.Tensor) -> bool:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from plait.ckpt.crypt import SIGNATURE, Key
 from plait.ckpt.errors import SnapshotDamaged
+from plait.ckpt.slices import in_slices
 from plait.ckpt.values import is_float_text, no_constant, unique_keys
 
 if TYPE_CHECKING:
@@ -194,20 +195,23 @@ class Run:
     run: str = _is("text")
 
 
-FORMATS = {
-    Fragment: "plait-fragment-1",
-    Objects: "plait-objects-1",
-    Manifest: "plait-snapshot-1",
-    Run: "plait-run-1",
-}
+FORMATS = {Fragment: "plait-fragment-1", Objects: "plait-objects-1", Manifest: "plait-snapshot-1", Run: "plait-run-1"}
 
 
 def to_bytes(record: Fragment | Objects | Manifest | Run, key: Key | None = None) -> bytes:
     """Returns the file's bytes: a line of JSON, a line with its digest; with a key, a line with its signature."""
     declared = record.__dataclass_fields__
     fields = {n: v for n in declared if (v := getattr(record, n)) or "optional" not in declared[n].metadata}
-    line = json.dumps(fields, separators=(",", ":"), allow_nan=False, default=vars).encode()
+    line = f"{{{','.join(f'{_to_json(name)}:{_in_parts(value)}' for name, value in fields.items())}}}".encode()
     return line + b"\n" + _digest_line(line) + (b"" if key is None else key.sign(line).encode() + b"\n")
+
+
+_to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=vars).encode
+
+
+def _in_parts(value: Any) -> str:
+    """Returns the JSON of a field; a record's parts one by one, which may be many."""
+    return f"[{','.join(map(_to_json, in_slices(value)))}]" if type(value) is tuple else _to_json(value)
 
 
 def from_bytes(kind: type[T], data: bytes, where: str, key: Key | None = None) -> T:

@@ -35,7 +35,7 @@ from plait.ckpt.manifest import (
     sha256,
 )
 from plait.ckpt.read_plan import WINDOW_BYTES, FileKey, Move, Target, moves_of, windows
-from plait.ckpt.tables import Table, build_table, check_covered
+from plait.ckpt.tables import Table, covered_table
 from plait.ckpt.windows import Request, Windows
 
 BLOCK_UNIT = 4096  # blocks begin where direct I/O can
@@ -129,8 +129,7 @@ class SnapshotReader:
     @cached_property
     def table(self) -> Table:
         """All tensors, proven to be covered exactly once."""
-        table = build_table(self.fragments, f"'{self.folder}'")
-        check_covered(table, f"'{self.folder}'")
+        table = covered_table(self.fragments, f"'{self.folder}'")
         if table.aliases != self.manifest.aliases or len(table.tensors) != self.manifest.num_tensors:
             raise SnapshotDamaged(f"'{self.folder}': the manifest and the fragments name different tensors")
         return table

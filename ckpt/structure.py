@@ -12,9 +12,9 @@ Holds weak references and no tensor alive.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -49,15 +49,22 @@ class Leaves(Mapping[str, Leaf]):
         place, leaf = self._known[name]
         return replace(leaf, tensor=self.tensors[place].detach())
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """Returns the tensor of a leaf without making the leaf."""
-        return self.tensors[self._known[name][0]].detach()
+    def tensors_of(self, names: Sequence[str]) -> Iterator[torch.Tensor]:
+        """Yields the tensors of leaves without making the leaves."""
+        places = map(itemgetter(0), map(self._known.__getitem__, names))
+        return map(torch.Tensor.detach, map(self.tensors.__getitem__, places))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._known)
 
     def __len__(self) -> int:
         return len(self._known)
+
+
+def tensors_of(flat: Flat, names: Sequence[str]) -> list[torch.Tensor]:
+    """Returns the tensors of a flat state's leaves, detached."""
+    leaves = flat.tensors
+    return list(leaves.tensors_of(names)) if isinstance(leaves, Leaves) else [leaves[name].tensor for name in names]
 
 
 class Flattener:

@@ -6,7 +6,7 @@ before a commit and by every reader. No I/O.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -19,6 +19,8 @@ from plait.ckpt.errors import SnapshotDamaged, StateError
 from plait.ckpt.layout import stored_bytes, torch_dtype
 from plait.ckpt.manifest import CODECS, Fragment, Piece
 from plait.ckpt.values import canonical
+
+Each = Callable[[Iterable[Any]], Iterable[Any]]
 
 
 class Source(NamedTuple):
@@ -62,7 +64,15 @@ class Table:
         return self.tensors.keys() | self.aliases.keys()
 
 
-def build_table(fragments: Iterable[Fragment], where: str) -> Table:
+def covered_table(fragments: Iterable[Fragment], where: str, each: Each = iter) -> Table:
+    """Returns the table of pieces that are right by themselves and fill every tensor exactly once. each: how to walk
+    over them; a thread that works beside training passes `in_slices`."""
+    table = build_table(fragments, where, each)
+    check_covered(table, where, each)
+    return table
+
+
+def build_table(fragments: Iterable[Fragment], where: str, each: Each = iter) -> Table:
     """Checks all pieces and returns the table. Raises SnapshotDamaged naming `where`, rank and tensor.
 
     Copies that did not know of each other (a DTensor repeated along a mesh dim that its own mesh does not have) are
@@ -72,7 +82,7 @@ def build_table(fragments: Iterable[Fragment], where: str) -> Table:
     written: dict[tuple[Any, ...], Source] = {}
     aliases: dict[str, tuple[str, int]] = {}
     for fragment in fragments:
-        for piece in fragment.pieces:
+        for piece in each(fragment.pieces):
             text = f"{where}: rank {fragment.rank}, tensor {piece.name!r}"
             dtype = _check_piece(piece, fragment, text)
             entry = tensors.setdefault(piece.name, TensorEntry(piece.name, dtype, piece.full_shape))
@@ -107,13 +117,13 @@ def build_table(fragments: Iterable[Fragment], where: str) -> Table:
     return Table(tensors, {name: target for name, (target, _) in aliases.items()})
 
 
-def check_covered(table: Table, where: str) -> None:
+def check_covered(table: Table, where: str, each: Each = iter) -> None:
     """Raises SnapshotDamaged unless the pieces of every tensor fill it exactly once.
 
     Tensors of one geometry (most of a model's) are checked once.
     """
     known: dict[tuple[Any, ...], str | None] = {}
-    for entry in table.tensors.values():
+    for entry in each(table.tensors.values()):
         geometry = tuple((s.piece.offset, s.piece.shape, s.piece.flat) for s in entry.sources)
         key = (entry.full_shape, geometry)
         if key not in known:

@@ -85,6 +85,8 @@ def test_fragment_round_trip(fragment):
 
 def test_manifest_round_trip_and_digest_line():
     data = to_bytes(MANIFEST)
+    fields = {name: value for name, value in vars(MANIFEST).items() if value != {} or name != "metrics"}
+    assert data.split(b"\n")[0] == json.dumps(fields, separators=(",", ":"), default=vars).encode()
     assert from_bytes(Manifest, data, "here") == MANIFEST
     line, tail, empty = data.split(b"\n")
     assert json.loads(line)["step"] == 12 and empty == b""

@@ -94,6 +94,30 @@ def test_the_second_save_does_no_python_work_per_tensor(make):
     assert few == many, (few, many)
 
 
+def guarded_steps(count: int) -> int:
+    """Python steps of a second capture of many lazily read tensors, and of the fence behind it."""
+    parameters = [nn.Parameter(torch.zeros(16384)) for _ in range(count)]
+    optimizer, state = torch.optim.SGD(parameters), {str(i): p for i, p in enumerate(parameters)}
+    flattener, capturer = Flattener(), Capturer(0, 1)
+    capturer.guards.add(optimizer)
+    capturer.prepare(flattener.flatten(state))
+    kept = []
+
+    def capture() -> None:
+        kept.append(capturer.begin(1, flattener.flatten(state)))
+        kept[-1].flight.fence()
+
+    steps = python_steps(capture)
+    assert kept[0].stage.held_bytes == 0 and len(kept[0].flight._held[0].ranges) == count
+    kept[0].release()
+    capturer.close()
+    return steps
+
+
+def test_a_guarded_save_and_its_fence_do_no_python_work_per_tensor():
+    assert guarded_steps(10) == guarded_steps(40)
+
+
 def test_modules_are_walked_in_c_too():
     """Submodules without Python steps of their own: a deep model costs what a flat one does."""
     assert again({"model": training(3)[0]}) == again({"model": training(60)[0]})
