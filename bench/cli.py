@@ -11,7 +11,6 @@ import dataclasses
 import importlib
 import os
 import shlex
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 from plait.bench import aa, cli_views, gate, outputs, providers, report, runner, settings
 from plait.bench import compare as comparing
 from plait.bench.cli_parser import SUITES, parser
+from plait.bench.ending import Ending
 from plait.bench.progress import Progress
 from plait.bench.pytest_json import read_any as read
 from plait.bench.spec import Options, Suite
@@ -216,12 +216,11 @@ def main(argv: list[str]) -> int:
     if args.command == "list":
         return list_suites()
     act = {"compare": compare, "aa": itself, "gate": gated}.get(args.command, run)
-    # A suite's temporary folder goes by the way of an exception; SIGTERM alone would leave it on the disk.
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        if args.command in cli_views.ACTIONS:
-            return cli_views.ACTIONS[args.command](args)
-        return act(args, f"plait bench {shlex.join(argv)}")
+        with Ending():
+            if args.command in cli_views.ACTIONS:
+                return cli_views.ACTIONS[args.command](args)
+            return act(args, f"plait bench {shlex.join(argv)}")
     except comparing.IncomparableError as error:
         print(f"plait bench: {error}", file=sys.stderr)
         return comparing.INCOMPARABLE
@@ -233,5 +232,3 @@ def main(argv: list[str]) -> int:
     except RuntimeError as error:
         print(f"plait bench: {error}", file=sys.stderr)
         return 1
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ import torch
 
 from plait.bench import report, suite_launch
 from plait.bench.compare import IMPOSSIBLE, INCONCLUSIVE, OK, REGRESSION
+from plait.bench.ending import scratch_folder
 from plait.bench.gate_sides import Finding, Timed, Tree, result_of
 from plait.bench.spec import CaseResult
 from plait.bench.verdict import Rule, Verdict
@@ -58,7 +58,7 @@ def unpacked(ref: str) -> Iterator[Tree]:
     if named.returncode:
         raise ValueError(f"--base: {ref!r} is no commit of {ROOT}: {named.stderr.decode().strip()}")
     done = subprocess.run([*git, "archive", named.stdout.decode().strip()], capture_output=True, check=True)
-    with tempfile.TemporaryDirectory(prefix="plait-gate-") as folder:
+    with scratch_folder("plait-gate-") as folder:
         with tarfile.open(fileobj=io.BytesIO(done.stdout)) as tar:
             tar.extractall(folder, filter="tar")
         for name in TOOLS:
@@ -90,7 +90,7 @@ def launches(base: Tree, head: Tree, only: str) -> list[Finding]:
     """The number of kernels that each op launches, forward and with backward: more of them fails."""
     if not any(only in case.name for case in suite_launch.cases(False)):
         return []
-    with tempfile.TemporaryDirectory(prefix="plait-gate-") as folder:
+    with scratch_folder("plait-gate-") as folder:
         args = ["launch", "--rounds", "1", f"--only={only}"]
         sides = [result_of(tree, args, Path(folder)) for tree in (base, head)]
     if isinstance(sides[1], str):

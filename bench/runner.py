@@ -10,7 +10,6 @@ import datetime
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from plait.bench import outputs, report
 from plait.bench.ceilings import mark_impossible
 from plait.bench.compare import IncomparableError
 from plait.bench.device import fingerprint
+from plait.bench.ending import scratch_folder
 from plait.bench.progress import Progress
 from plait.bench.result_file import ResultFile, read, united
 from plait.bench.roofline import Roof, measured_roof, same_hardware
@@ -71,7 +71,7 @@ def run_processes(
 ) -> tuple[list[CaseResult], int]:
     """The same in options.processes fresh processes, one after the other, each with a seed of its own."""
     runs, worst = [], 0
-    with tempfile.TemporaryDirectory(prefix="plait-bench-") as folder:
+    with scratch_folder() as folder:
         for index in range(options.processes):
             print(f"[{suite.name}: process {index + 1}/{options.processes}]", file=sys.stderr, flush=True)
             command = [sys.executable, "-P", "-m", "plait", "bench", "run", suite.name, "--json", folder]

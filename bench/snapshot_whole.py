@@ -22,6 +22,7 @@ from statistics import median
 from typing import Any
 
 from plait import _C
+from plait.bench.ending import scratch_folder
 from plait.bench.progress import Progress
 from plait.bench.providers import left_out, not_asked
 from plait.bench.snapshot_training import STEP_S
@@ -163,7 +164,7 @@ def measure(case: Case, options: Options) -> CaseResult:
     params |= {"seed": options.seed, "cold": cold, "threads": [1, os.cpu_count() or 1] if cold else [1]}
     order, progress, start = random.Random(options.seed), Progress(sys.stderr), time.monotonic()
     count, done = min(options.rounds, ROUNDS[place]), 0
-    with tempfile.TemporaryDirectory(prefix="plait-bench-", dir=folder) as text:
+    with scratch_folder(inside=folder) as text:
         ways = list(case.params.get("ways", WAYS))
         rounds = Rounds(Path(text), params, [name for name in ways if not left_out(name, options.providers)])
         steps = count * (1 + len(rounds.names))

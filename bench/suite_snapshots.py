@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import random
 import shutil
-import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ import torch
 
 from plait import _C
 from plait.bench import snapshot_table, snapshot_whole
+from plait.bench.ending import scratch_folder
 from plait.bench.providers import not_asked
 from plait.bench.snapshot_memory import drop_from_cache
 from plait.bench.snapshot_peers import Plait, build
@@ -133,7 +133,7 @@ def measure(case: Case, options: Options) -> CaseResult:
     nbytes = case.params["mib"] * MIB
     warmup = min(options.warmup, 1)  # one turn faults in the staging memory; the check before it made all folders
     order = random.Random(options.seed)
-    with tempfile.TemporaryDirectory(prefix="plait-bench-", dir=case.params.get("folder")) as text, quiet():
+    with scratch_folder(inside=case.params.get("folder")) as text, quiet():
         facts = _C.io_facts(text)
         if facts["free_bytes"] < ROOM * nbytes:
             raise ValueError(f"folder {text!r} has {facts['free_bytes']} bytes free; this case needs {ROOM * nbytes}")

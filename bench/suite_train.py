@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.bench.ending import scratch_folder
 from plait.bench.peer_torch import Block, Stage, TorchStack
 from plait.bench.providers import left_out, not_asked
 from plait.bench.spec import Case, CaseResult, Measured, Options, Suite, WrongResultError
@@ -115,7 +116,7 @@ class Collector:
 
 def measure(case: Case, options: Options) -> CaseResult:
     """Runs one case on forked local ranks; RuntimeError with what they said when one fails."""
-    with tempfile.TemporaryDirectory() as folder:
+    with scratch_folder() as folder:
         plan = plan_of(case.params, Path(folder))
 
         def program(rank: Rank) -> None:

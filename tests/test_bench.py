@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
 import os
 import re
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
-from plait.bench import cli, report, runner
+from plait.bench import cli, ending, report, runner
 from plait.bench.ceilings import mark_impossible
 from plait.bench.device import kernel_hash, source_commit
 from plait.bench.fake_device import FakeDevice
@@ -182,6 +185,87 @@ def test_a_terminated_bench_leaves_no_folder(tmp_path):
     os.kill(running.pid, signal.SIGTERM)
     assert running.finish()[0] == 128 + signal.SIGTERM
     assert not list(tmp_path.glob("plait-bench-*"))
+
+
+def _swallowed(error):
+    pass
+
+
+def _converted(error):
+    raise KeyboardInterrupt("as torch's CheckpointException is no Exception") from None
+
+
+def _in_a_finalizer(error):
+    raise ZeroDivisionError
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("answer", [_swallowed, _converted, _in_a_finalizer])
+def test_a_terminated_bench_ends_whatever_a_peer_makes_of_the_exception(monkeypatch, tmp_path, answer):
+    """DCP turned SystemExit into an error of its own (exit 1); a finalizer forgets it (the suite ran to its end)."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(ending, "AGAIN_S", 0.02)
+    caught = []
+
+    class Noticed:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+            caught.append(len(os.listdir(tmp_path)))
+
+    def measure(case, options):
+        with ending.scratch_folder() as folder:
+            (Path(folder) / "state").write_bytes(b"x")
+            try:
+                if answer is _in_a_finalizer:
+                    Noticed()  # what is raised in it is printed, no more
+                else:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    time.sleep(60)
+            except BaseException as error:
+                caught.append(error)
+                answer(error)
+            deadline = time.monotonic() + 60
+            while time.monotonic() < deadline:
+                time.sleep(0.01)
+        return fake_result()
+
+    monkeypatch.setattr(cli, "load", lambda name: Suite("s", "about", lambda full: [Case("c", {"n": 3})], measure))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["run", "s"])
+    assert ended.value.code == 128 + signal.SIGTERM and os.listdir(tmp_path) == []
+    assert len(caught) == (answer is not _in_a_finalizer)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_the_end_of_a_bench_does_not_cut_its_own_cleaning_up_short(monkeypatch, tmp_path):
+    """The signal comes while a folder is removed, and again and again afterwards; then a file comes into it late."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(ending, "AGAIN_S", 0.01)
+    monkeypatch.setattr(ending, "PAUSE_S", 0.01)
+    real, calls = shutil.rmtree, []
+
+    def rmtree(path, ignore_errors=False):
+        calls.append(ignore_errors)
+        if len(calls) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+        real(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(ending.shutil, "rmtree", rmtree)
+    with pytest.raises(SystemExit), ending.Ending(), ending.scratch_folder() as folder:
+        (Path(folder) / "state").write_bytes(b"x")
+    assert calls == [False, True] and os.listdir(tmp_path) == []
+
+    def too_early(path, ignore_errors=False):
+        calls.append(ignore_errors)
+        if len(calls) < 5:
+            raise OSError(errno.ENOTEMPTY, "a thread of a peer has made another file")
+        real(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(ending.shutil, "rmtree", too_early)
+    with ending.scratch_folder():
+        pass
+    assert calls[2:] == [False, False, False, True] and os.listdir(tmp_path) == []
 
 
 # ---- tables as files ----------------------------------------------------------------------------------------------

@@ -277,7 +277,8 @@ def from_the_disk() -> int:
 
 
 def test_resident_blocks_come_from_the_page_cache_and_others_pass_it_by(tmp_path):
-    """Counted by the kernel: the second read of the cold half costs the disk as much as the first."""
+    """Counted by the kernel: the second read of the cold half costs the disk as much as the first. What else this
+    process reads meanwhile (a page of a library) only adds, so the least of a few tries counts."""
     path, block = tmp_path / "f", 256 << 10
     source = random_bytes(8 * block, seed=7)
     written = _C.write_file(
@@ -285,18 +286,31 @@ def test_resident_blocks_come_from_the_page_cache_and_others_pass_it_by(tmp_path
     )
     if not written.direct or _C.io_facts(tmp_path)["filesystem"] == "tmpfs":
         pytest.skip(f"needs direct I/O on a disk: {written.fallback_reason or 'tmpfs'}")
-    drop_cache(path)
-    with open(path, "rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
-        for at in range(0, 4 * block, block):
-            os.pread(file.fileno(), block, at)
-    for _ in range(2):
-        target = bytearray(8 * block)
-        before = from_the_disk()
-        requests = [(0, 8 * block, address_of(target))]
-        assert _C.read_ranges(_C.PosixIo(), path, 8 * block, written.crcs, requests, block_bytes=block) == 8 * block
-        assert target == source[: 8 * block]
-        assert from_the_disk() - before == 4 * block
+    target = bytearray(8 * block)
+    requests = [(0, 8 * block, address_of(target))]
+
+    def two_reads() -> list[int]:
+        drop_cache(path)
+        with open(path, "rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
+            for at in range(0, 4 * block, block):
+                os.pread(file.fileno(), block, at)
+        costs = []
+        for _ in range(2):
+            target[:] = bytes(8 * block)
+            before = from_the_disk()
+            options = {"block_bytes": block}
+            assert _C.read_ranges(_C.PosixIo(), path, 8 * block, written.crcs, requests, **options) == 8 * block
+            costs.append(from_the_disk() - before)
+            assert target == source[: 8 * block]
+        return costs
+
+    for _ in range(10):
+        costs = two_reads()
+        assert min(costs) >= 4 * block
+        if costs == [4 * block, 4 * block]:
+            return
+    raise AssertionError(f"the disk gave {costs} bytes for {4 * block} that were not resident")
 
 
 def test_memory_is_one_block_per_thread_whatever_is_asked_for(tmp_path):
