@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from fnmatch import fnmatchcase
@@ -85,10 +87,18 @@ def _in_store(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], list
 def key_of(arguments: argparse.Namespace) -> Key | None:
     """Returns the key that a command was given: a file, or the name of a variable of the environment."""
     if arguments.key_env is None:
-        return load_key(key_file=arguments.key_file)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            key = load_key(key_file=arguments.key_file)
+        for warning in said if not arguments.json else ():
+            print(f"plait snapshot: {warning.message}", file=sys.stderr)
+        return key
     if arguments.key_env not in os.environ:
         raise ValueError(f"--key-env {arguments.key_env}: the environment has no such variable")
-    return load_key(os.environ[arguments.key_env], arguments.key_file)
+    try:
+        return load_key(os.environ[arguments.key_env], arguments.key_file)
+    except ValueError as error:
+        raise ValueError(f"--key-env {arguments.key_env}: {error}") from None
 
 
 def need_folder(path: Path) -> None:

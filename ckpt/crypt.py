@@ -10,6 +10,8 @@ from __future__ import annotations
 import hmac
 import os
 import re
+import stat
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,8 @@ def load_key(key: bytes | str | Key | None = None, key_file: str | Path | None =
     """Returns the key that a caller gave: 32 bytes or their 64 hex digits (as an environment variable has them), or a
     file with either; None for none.
 
-    ValueError when it is neither (the text never holds the key), OSError when the file cannot be read.
+    ValueError when it is neither (the text never holds the key), OSError when the file cannot be read. Warns of a
+    file that others than its owner may read.
     """
     if key is None and key_file is None:
         return None
@@ -38,6 +41,11 @@ def load_key(key: bytes | str | Key | None = None, key_file: str | Path | None =
         return key
     source = "key" if key_file is None else f"key_file '{key_file}'"
     text = key.encode() if isinstance(key, str) else key
+    if key_file is not None:
+        mode = Path(key_file).stat().st_mode
+        if stat.S_ISREG(mode) and mode & 0o077:  # not a pipe, as in --key-file <(command)
+            said = f"{source} is open to others than its owner (mode {stat.S_IMODE(mode):04o}): chmod 600 it"
+            warnings.warn(said, UserWarning, stacklevel=3)
     data = Path(key_file).read_bytes() if key_file is not None else text
     assert data is not None
     if len(data) != KEY_BYTES:

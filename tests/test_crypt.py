@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import os
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.ckpt import SnapshotDamaged, SnapshotError, Snapshots
+from plait.ckpt.cli import main
 from plait.ckpt.codec import HEAD_BYTES, WIDTHS, Coder, compress, decompress, pack, unpack
 from plait.ckpt.crypt import SEAL_BYTES, Key, load_key, opened, sealed
 from plait.ckpt.layout import SAFETENSORS_NAMES
@@ -33,6 +35,32 @@ def test_a_key_file_holds_bytes_or_hex(tmp_path, content):
     path.write_bytes(content)
     key = load_key(key_file=path)
     assert key is not None and key.id == Key(SECRET).id and SECRET.hex() not in repr(key)
+
+
+def test_a_key_file_that_others_may_read_is_warned_of(tmp_path, capsys):
+    path = tmp_path / "key"
+    path.write_bytes(SECRET)
+    with Snapshots(tmp_path / "run", key=SECRET) as snapshots:
+        snapshots.save(1, small_state(1))
+    for mode, warned in ((0o600, False), (0o400, False), (0o640, True), (0o604, True)):
+        path.chmod(mode)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            load_key(key_file=path)
+        assert [f"'{path}' is open to others" in str(w.message) for w in said] == [True] * warned
+        assert main(["verify", str(tmp_path / "run"), "--key-file", str(path)]) == 0
+        err = capsys.readouterr().err
+        assert (f"(mode {mode:04o}): chmod 600 it" in err) == warned and SECRET.hex() not in err
+
+
+def test_a_key_may_come_through_a_pipe(tmp_path):
+    """--key-file <(command)"""
+    read, write = os.pipe()
+    os.write(write, SECRET.hex().encode())
+    os.close(write)
+    key = load_key(key_file=f"/dev/fd/{read}")
+    os.close(read)
+    assert key is not None and key.id == Key(SECRET).id
 
 
 def test_a_key_is_taken_as_the_environment_has_it():
