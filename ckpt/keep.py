@@ -181,7 +181,7 @@ def _pin_of(folder: Path) -> Path:
 @contextmanager
 def reading(folder: Path) -> Iterator[None]:
     """Holds a snapshot against retention while it is read (shared flock on its manifest, where there is flock)."""
-    fd = os.open(folder / MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(folder / MANIFEST, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_SH)
@@ -196,7 +196,7 @@ def reading(folder: Path) -> Iterator[None]:
 @contextmanager
 def _alone(folder: Path) -> Iterator[bool]:
     """Gives True when no reader holds the snapshot; where there is no flock, nobody can hold it."""
-    fd = os.open(folder / MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(folder / MANIFEST, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -18,7 +18,7 @@ _MAX_RECORD_BYTES = 4096
 def read_record(path: Path) -> dict[str, Any]:
     """Returns the owner's record of a LOCK file; empty when there is none or it was torn by a power loss."""
     try:
-        with open(path, "rb") as file:
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:  # a FIFO is empty
             record = json.loads(file.read(_MAX_RECORD_BYTES))
     except (FileNotFoundError, ValueError, RecursionError):
         return {}

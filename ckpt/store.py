@@ -166,7 +166,7 @@ class DirStore:
 
     def get(self, folder: str, name: str, start: int, stop: int) -> bytes:
         path = self._root / folder / name
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             parts: list[bytes] = []
             while start < stop and (data := os.pread(fd, stop - start, start)):

@@ -207,7 +207,8 @@ void write_small(Io& io, const std::string& path, std::string_view data,
 }
 
 std::string read_small(Io& io, const std::string& path, uint64_t max_bytes) {
-  File file(io, path, O_RDONLY);
+  // Not blocking: a FIFO in the place of the file is an empty one.
+  File file(io, path, O_RDONLY | O_NONBLOCK);
   const uint64_t size = file.size();
   if (size > max_bytes) {
     throw_errno(EFBIG, "read more than " + std::to_string(max_bytes) + " bytes",

@@ -22,6 +22,7 @@ from plait import _C
 from plait.ckpt import PerRank, Sharded, SnapshotDamaged, SnapshotError, Snapshots, StateError
 from plait.ckpt.box import Box
 from plait.ckpt.capture import BLOCK_BYTES
+from plait.ckpt.owner import read_record
 from plait.ckpt.read_plan import Target
 from plait.ckpt.reader import SnapshotReader
 from tests.faults import empty_state, flip, is_small_state, on_ranks, restored_seed, small_state
@@ -535,6 +536,32 @@ def test_an_unreadable_file_is_a_reason_not_an_end(two_snapshots):
     restored = Snapshots(two_snapshots, read_only=True, io=broken).restore(empty_state())
     assert restored.step == 1 and "cannot be read" in restored.report.skipped[0][1]
     assert is_small_state(restored.values, 1)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link to a fifo", "folder", "device"])
+@pytest.mark.parametrize("name", ["MANIFEST.json", "r00000.json", "objects.json", "r00000.safetensors"])
+def test_what_is_no_regular_file_is_damage_and_not_waited_for(two_snapshots, tmp_path_factory, kind, name):
+    """A FIFO in the place of MANIFEST.json was waited for without end."""
+    path = two_snapshots / "step-000000002" / name
+    path.unlink()
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "fifo"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "fifo":
+        os.mkfifo(path)
+    else:
+        os.mkfifo(elsewhere)
+        path.symlink_to(elsewhere)
+    restored = Snapshots(two_snapshots, read_only=True).restore(empty_state())
+    assert restored.step == 1 and name in restored.report.skipped[0][1]
+
+
+def test_a_lock_that_is_a_fifo_is_not_waited_for(two_snapshots):
+    (two_snapshots / "LOCK").unlink()
+    os.mkfifo(two_snapshots / "LOCK")
+    assert read_record(two_snapshots / "LOCK") == {}
 
 
 def test_per_rank_values_need_their_rank_and_nothing_else(tmp_path):
