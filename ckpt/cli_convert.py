@@ -12,21 +12,19 @@ from pathlib import Path
 from plait.ckpt.candidates import find_snapshot, is_url, local_path
 from plait.ckpt.cli_progress import bytes_read, progress, size_text
 from plait.ckpt.cli_show import OK, Answer, key_of, need_folder
-from plait.ckpt.errors import SnapshotError
-from plait.ckpt.interop_dcp import export_dcp, import_dcp
-from plait.ckpt.interop_deepspeed import import_deepspeed
-from plait.ckpt.interop_megatron import Rule, import_megatron
-from plait.ckpt.interop_safetensors import INDEX, export_file, export_folder, import_safetensors
-from plait.ckpt.interop_torch import export_torch, import_torch
-from plait.ckpt.interop_tree import Imported, choose, save_imported
+from plait.ckpt.interop import FORMATS, kind_of, read_foreign
+from plait.ckpt.interop_dcp import export_dcp
+from plait.ckpt.interop_megatron import Rule
+from plait.ckpt.interop_rename import Rename, parse_rename, wrapped_names
+from plait.ckpt.interop_safetensors import export_file, export_folder
+from plait.ckpt.interop_torch import export_torch
+from plait.ckpt.interop_tree import choose, save_imported
 from plait.ckpt.keep import reading
 from plait.ckpt.lock import refuse_if_held
-from plait.ckpt.manifest import MANIFEST, RUN
 from plait.ckpt.tier_reader import open_folder
 
 Add = Callable[[str, str], argparse.ArgumentParser]
 _EXPORTS = ("safetensors", "hf", "torch", "dcp")
-_IMPORTS = ("torch", "safetensors", "dcp", "megatron", "deepspeed")
 _SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", "": "hf"}
 
 
@@ -42,10 +40,12 @@ def add_commands(add: Add) -> None:
     into = add("import", "make a snapshot of a foreign checkpoint; nothing is unpickled but plain tensors and values")
     into.add_argument("source", type=local)
     into.add_argument("root", type=local, help="a run folder, made if it is not there")
-    into.add_argument("--format", choices=_IMPORTS, help="default: by what is there")
+    into.add_argument("--format", choices=FORMATS, help="default: by what is there")
     into.add_argument("--step", type=int, help="default: what the checkpoint says, else 0")
     into.add_argument("--prefix", default="", metavar="NAME", help='put everything below this name ("model")')
     into.add_argument("--skip", action="append", default=[], metavar="PATTERN", help="leave these names out")
+    text = "other names: 'module.=' cuts what keys begin with, 'a/b=c' moves what is at or below a path"
+    into.add_argument("--rename", action="append", default=[], type=_rename, metavar="OLD=NEW", help=text)
     into.add_argument("--rule", action="append", default=[], type=_rule, help="Megatron: PATTERN=DIM or PATTERN=same")
     into.add_argument("--gated", choices=("yes", "no"), help="Megatron: MLPs hold gate and up; default: its args")
 
@@ -57,6 +57,13 @@ def local(text: str) -> Path:
             f"'{text}' is a store; this works on directories: `plait snapshot copy` first"
         )
     return local_path(text)
+
+
+def _rename(text: str) -> Rename:
+    try:
+        return parse_rename(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _rule(text: str) -> Rule:
@@ -109,15 +116,16 @@ def bring(arguments: argparse.Namespace) -> Answer:
         raise ValueError(f"--step {arguments.step}: must be an integer >= 0")
     if root.is_dir():
         refuse_if_held(root)  # before much is read; the save itself takes the LOCK
-    kind = arguments.format or _kind_of(source)
+    kind = arguments.format or kind_of(source)
     total = sum(
         path.stat().st_size for path in (source.rglob("*") if source.is_dir() else [source]) if path.is_file()
     )
     began = bytes_read()
     with progress(f"import {source.name}", total, lambda: bytes_read() - began, arguments.json):
-        found = _read(kind, arguments)
+        gated = None if arguments.gated is None else arguments.gated == "yes"
+        found = read_foreign(source, kind, arguments.skip, arguments.rename, arguments.rule, gated)
     folder = save_imported(root, found, arguments.step, arguments.prefix, key_of(arguments))
-    manifest = open_folder(folder).manifest
+    manifest, hints = open_folder(folder).manifest, wrapped_names(found.state)
     report = {
         "source": str(source),
         "format": kind,
@@ -126,37 +134,8 @@ def bring(arguments: argparse.Namespace) -> Answer:
         "num_tensors": manifest.num_tensors,
         "num_bytes": manifest.num_bytes,
         "left_out": found.left_out,
+        "hints": hints,
     }
     size = size_text(manifest.num_bytes)
     text = f"imported {manifest.num_tensors} tensors, {size}, from '{source}' ({kind}) as '{folder}'"
-    return OK, report, [text, *(f"left out {line}" for line in found.left_out)]
-
-
-def _read(kind: str, arguments: argparse.Namespace) -> Imported:
-    source, skip = arguments.source, arguments.skip
-    if kind == "megatron":
-        gated = None if arguments.gated is None else arguments.gated == "yes"
-        return import_megatron(source, skip, arguments.rule, gated)
-    if kind == "dcp":
-        return import_dcp(source, skip)
-    readers = {"torch": import_torch, "safetensors": import_safetensors, "deepspeed": import_deepspeed}
-    return readers[kind](source, skip)
-
-
-def _kind_of(source: Path) -> str:
-    """Tells the format by what is there. SnapshotError for what is ours already: its files hold pieces."""
-    own = (source.parent / MANIFEST,) if source.is_file() else (source / MANIFEST, source / RUN)
-    if any(path.is_file() for path in own):
-        raise SnapshotError(f"'{source}' is of a snapshot already: `plait snapshot copy` copies it")
-    if source.is_file():
-        return "safetensors" if source.suffix == ".safetensors" else "torch"
-    if (source / ".metadata").is_file():
-        return "dcp"
-    if (source / "zero").is_dir():
-        return "deepspeed"
-    if any(source.glob("mp_rank_*")) or (source / "latest_checkpointed_iteration.txt").is_file():
-        return "megatron"
-    if (source / INDEX).is_file() or any(source.glob("*.safetensors")):
-        return "safetensors"
-    looked = f".metadata (DCP), zero/ (DeepSpeed universal), mp_rank_* (Megatron), {INDEX} or *.safetensors"
-    raise SnapshotError(f"'{source}' is none of the known formats; looked for {looked}")
+    return OK, report, [text, *(f"left out {line}" for line in found.left_out), *hints]

@@ -1,4 +1,4 @@
-"""Snapshots for those who do not run plait: a reader over plain `safetensors`, and an export of full tensors.
+"""Snapshots to and from those who do not run plait: a reader over plain `safetensors`, export and import.
 
 Not a restore: nothing here verifies checksums on the foreign path. The one idea: data files say in their own metadata
 where each piece lies, so that a few lines over any safetensors reader put the full tensors together.
@@ -7,14 +7,25 @@ where each piece lies, so that a few lines over any safetensors reader put the f
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 
 from plait.ckpt.box import Box, parts_of
-from plait.ckpt.interop_safetensors import write_file
+from plait.ckpt.crypt import load_key
+from plait.ckpt.errors import SnapshotError
+from plait.ckpt.interop_dcp import import_dcp
+from plait.ckpt.interop_deepspeed import import_deepspeed
+from plait.ckpt.interop_megatron import Rule, import_megatron
+from plait.ckpt.interop_rename import Rename, renamed
+from plait.ckpt.interop_safetensors import INDEX, import_safetensors, write_file
+from plait.ckpt.interop_torch import import_torch
+from plait.ckpt.interop_tree import Imported, save_imported
+from plait.ckpt.manifest import MANIFEST, RUN
 from plait.ckpt.tier_reader import open_folder
+
+FORMATS = ("torch", "safetensors", "dcp", "megatron", "deepspeed")
 
 
 def assemble(folder: str | Path) -> dict[str, torch.Tensor]:
@@ -65,3 +76,69 @@ def export(folder: str | Path, path: str | Path, names: Iterable[str] | None = N
     tensors = {name.removeprefix(prefix): name for name in chosen}
     write_file(Path(path), reader, tensors, {})
     return list(tensors)
+
+
+def import_checkpoint(
+    source: str | Path,
+    root: str | Path,
+    *,
+    format: str | None = None,
+    step: int | None = None,
+    prefix: str = "",
+    skip: Sequence[str] = (),
+    rename: Sequence[Rename] = (),
+    key: bytes | str | None = None,
+) -> Path:
+    """Saves a foreign checkpoint as a snapshot under `root`; returns its folder. As `plait snapshot import`.
+
+    format: one of FORMATS; default: by what is there. step: default: what the checkpoint says, else 0. prefix: put
+    everything below this name. skip: patterns of names to leave out. rename: (OLD, NEW) as in interop_rename.py.
+    SnapshotDamaged and SnapshotError name file, tensor and reason; SnapshotLocked when a job writes there.
+    """
+    path = Path(source)
+    found = read_foreign(path, format or kind_of(path), skip, rename)
+    return save_imported(Path(root), found, step, prefix, load_key(key))
+
+
+def read_foreign(
+    source: Path,
+    kind: str,
+    skip: Sequence[str] = (),
+    rename: Sequence[Rename] = (),
+    rules: Sequence[Rule] = (),
+    gated: bool | None = None,
+) -> Imported:
+    """Reads a foreign checkpoint. skip has its own names, `rename` gives others. rules, gated: of Megatron."""
+    if kind == "megatron":
+        found = import_megatron(source, skip, rules, gated)
+    else:
+        readers = {
+            "torch": import_torch,
+            "safetensors": import_safetensors,
+            "dcp": import_dcp,
+            "deepspeed": import_deepspeed,
+        }
+        if kind not in readers:
+            raise ValueError(f"format {kind!r}: must be one of {', '.join(FORMATS)}")
+        found = readers[kind](source, skip)
+    found.state = renamed(found.state, rename)
+    return found
+
+
+def kind_of(source: Path) -> str:
+    """Tells the format by what is there. SnapshotError for what is ours already: its files hold pieces."""
+    own = (source.parent / MANIFEST,) if source.is_file() else (source / MANIFEST, source / RUN)
+    if any(path.is_file() for path in own):
+        raise SnapshotError(f"'{source}' is of a snapshot already: `plait snapshot copy` copies it")
+    if source.is_file():
+        return "safetensors" if source.suffix == ".safetensors" else "torch"
+    if (source / ".metadata").is_file():
+        return "dcp"
+    if (source / "zero").is_dir():
+        return "deepspeed"
+    if any(source.glob("mp_rank_*")) or (source / "latest_checkpointed_iteration.txt").is_file():
+        return "megatron"
+    if (source / INDEX).is_file() or any(source.glob("*.safetensors")):
+        return "safetensors"
+    looked = f".metadata (DCP), zero/ (DeepSpeed universal), mp_rank_* (Megatron), {INDEX} or *.safetensors"
+    raise SnapshotError(f"'{source}' is none of the known formats; looked for {looked}")

@@ -22,7 +22,7 @@ from plait.ckpt.box import Box, cover_error
 from plait.ckpt.errors import SnapshotDamaged, SnapshotError
 from plait.ckpt.interop_records import Record, read_records
 from plait.ckpt.interop_torch import load_plain, step_of
-from plait.ckpt.interop_tree import Chosen, Imported, appearing, nest_paths, read_tree, skipped, sync
+from plait.ckpt.interop_tree import Chosen, Imported, appearing, need_file, nest_paths, read_tree, skipped, sync
 from plait.ckpt.layout import stored_bytes
 
 METADATA = ".metadata"
@@ -52,7 +52,7 @@ def export_dcp(chosen: Chosen, path: Path) -> list[str]:
 def read_metadata(folder: Path) -> Record:
     """Returns what `.metadata` says. SnapshotError for what may not be in it, SnapshotDamaged for what is broken."""
     path = folder / METADATA
-    size = path.stat().st_size
+    size = need_file(path).stat().st_size
     if size > _MAX_METADATA_BYTES:
         raise SnapshotDamaged(f"'{path}' has {size} bytes")
     try:
@@ -184,7 +184,7 @@ class _Files:
     def _file(self, name: str) -> BinaryIO:
         if name not in self._open:
             try:
-                self._open[name] = open(self.folder / name, "rb")
+                self._open[name] = open(need_file(self.folder / name), "rb")
             except FileNotFoundError:
                 raise SnapshotDamaged(f"'{self.folder / name}' is missing") from None
         return self._open[name]

@@ -19,7 +19,7 @@ import torch
 
 from plait.ckpt.compare import read_box, slices
 from plait.ckpt.errors import SnapshotDamaged, SnapshotError
-from plait.ckpt.interop_tree import Chosen, Imported, appearing, nest_paths, skipped, sync
+from plait.ckpt.interop_tree import Chosen, Imported, appearing, need_file, nest_paths, skipped, sync
 from plait.ckpt.layout import DTYPES, dtype_names, stored_bytes, torch_dtype
 from plait.ckpt.reader import SnapshotReader
 from plait.ckpt.values import no_constant, unique_keys
@@ -174,7 +174,7 @@ def _texts(value: Any, where: Path) -> dict[str, str]:
 
 def read_file(path: Path, wants: Callable[[str], bool]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Returns the tensors of one file whose names are wanted, and which of its names were one tensor."""
-    with open(path, "rb") as file:
+    with open(need_file(path), "rb") as file:
         data_start, header, metadata = _header(file, path)
         logical = _note(metadata, _DTYPES, path)
         tensors = {}

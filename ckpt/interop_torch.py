@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from plait.ckpt.errors import SnapshotDamaged, SnapshotError
-from plait.ckpt.interop_tree import Chosen, Imported, appearing, read_tree, skipped
+from plait.ckpt.interop_tree import Chosen, Imported, appearing, need_file, read_tree, skipped
 from plait.ckpt.values import describe
 
 # How torch names what its unpickler refuses, and what it says of a file that is no pickle.
@@ -108,6 +108,8 @@ def load_plain(
     another class is, instead of refusing the file. where: names the source in errors; default its path.
     """
     where = where or f"'{source}'"
+    if isinstance(source, Path):
+        need_file(source)
     try:
         with torch.serialization.safe_globals([*more, *(_stand_ins(source, more) if strangers else ())]):
             return torch.load(source, map_location="cpu", weights_only=True, **({"mmap": True} if mmap else {}))

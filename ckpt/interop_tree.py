@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from plait.ckpt.crypt import Key
-from plait.ckpt.errors import SnapshotError
+from plait.ckpt.errors import SnapshotDamaged, SnapshotError
 from plait.ckpt.folders import step_folders
 from plait.ckpt.reader import SnapshotReader
 from plait.ckpt.snapshots import Snapshots
@@ -183,6 +183,14 @@ def _of_machine(error: BaseException | None) -> OSError | None:
     while error is not None and not (isinstance(error, OSError) and error.errno is not None):
         error = error.__cause__ or error.__context__
     return error
+
+
+def need_file(path: Path) -> Path:
+    """Returns the path of a regular file (links are followed); SnapshotDamaged for a FIFO, which would be waited for,
+    a device or a folder. What is not there is left to who opens it."""
+    if path.exists() and not path.is_file():
+        raise SnapshotDamaged(f"'{path}' is no regular file")
+    return path
 
 
 def sync(path: Path) -> None:

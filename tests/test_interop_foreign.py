@@ -345,7 +345,7 @@ def write_universal(root: Path) -> dict[str, torch.Tensor]:
         torch.save({"param": tensor * 2}, place / "exp_avg.pt")
         torch.save(tensor * tensor, place / "exp_avg_sq.pt")
         torch.save(torch.tensor(7.0), place / "step.pt")
-    (root / "mp_rank_00_model_states.pt").write_bytes(b"not read")
+    (root / "notes.txt").write_bytes(b"not read")
     return parameters
 
 
@@ -353,7 +353,7 @@ def test_a_universal_checkpoint_of_deepspeed_is_imported(tmp_path, capsys):
     parameters = write_universal(tmp_path / "ds")
     report = imported(capsys, tmp_path / "ds", tmp_path / "run", "--step", "7")
     assert report["format"] == "deepspeed" and report["left_out"] == [
-        "mp_rank_00_model_states.pt: not a parameter",
+        "notes.txt: not a parameter",
         "zero/optimizer_state.pt is not there: no learning rate, no weight decay",
     ]
     reader = reader_of(tmp_path / "run")

@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from plait.ckpt import Snapshots, StateError, optimizer_state
-from tests.test_interop import imported, same_bits
+from tests.test_interop import answer, imported, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as no_dist says
 
@@ -144,29 +144,73 @@ def loss_scaler(monkeypatch):
     return scaler
 
 
-@pytest.mark.parametrize("num_groups", [1, 2])
-def test_a_universal_optimizer_of_deepspeed_goes_on(tmp_path, capsys, monkeypatch, num_groups):
-    model, optimizer = made(0, split=num_groups == 2)
-    train(model, optimizer)
-    zero = tmp_path / "ds" / "zero"
+def write_universal(root, model, optimizer, stage, monkeypatch, said=True) -> None:
+    """Writes what ds_to_universal 0.19.8 made of a real run: stage 3 is flat, and has the step elsewhere."""
+    zero = root / "zero"
     for name, parameter in model.named_parameters():
         (zero / name).mkdir(parents=True)
-        torch.save({"param": parameter.detach(), "cat_dim": 0}, zero / name / "fp32.pt")
-        for key in ("exp_avg", "exp_avg_sq"):
-            torch.save({"param": optimizer.state[parameter][key], "cat_dim": 0}, zero / name / f"{key}.pt")
-        torch.save(2, zero / name / "step.pt")  # a number from its own Adam
+        state = optimizer.state[parameter]
+        for key, tensor in {"fp32": parameter.detach(), **{k: state[k] for k in ("exp_avg", "exp_avg_sq")}}.items():
+            torch.save(tensor.flatten() if stage == 3 else {"param": tensor, "cat_dim": 0}, zero / name / f"{key}.pt")
+        if stage != 3:
+            torch.save(2, zero / name / "step.pt")  # a number from its own Adam
+    (zero / "count").mkdir()
+    torch.save({"param": torch.tensor(5.0), "cat_dim": 0}, zero / "count" / "fp32.pt")  # a buffer, as fp32
     content = {"loss_scaler": loss_scaler(monkeypatch), "param_groups": optimizer.state_dict()["param_groups"]}
+    if stage == 3:
+        content["optimizer_state_dict"] = {"state": {0: {"step": torch.tensor(2.0)}}}
     torch.save(content, zero / "optimizer_state.pt")
     monkeypatch.undo()
+    if said:
+        names = {id(p): name for name, p in model.named_parameters()}
+        shapes = [{names[id(p)]: p.shape for p in group["params"]} for group in optimizer.param_groups]
+        module = {**model.state_dict(), "count": torch.tensor(5)}
+        rank = "zero_pp_rank_0_mp_rank_00" if stage == 3 else "mp_rank_00"
+        about = {"param_shapes": shapes, "module": module, "buffer_names": ["count"], "global_steps": 2}
+        torch.save({**about, "shared_params": {"tied": "0.weight"}}, root / f"{rank}_model_states.pt")
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_universal_optimizer_of_deepspeed_goes_on(tmp_path, capsys, monkeypatch, stage, num_groups):
+    """ZeRO-3's came in flat and without step, and the options of several groups stayed out."""
+    model, optimizer = made(0, split=num_groups == 2)
+    train(model, optimizer)
+    write_universal(tmp_path / "ds", model, optimizer, stage, monkeypatch)
     report = imported(capsys, tmp_path / "ds", tmp_path / "run")
-    assert ["2 groups" in line for line in report["left_out"]] == [True] * (num_groups - 1)
+    assert report["left_out"] == [] and report["step"] == 2
     other, fresh = made(1, split=num_groups == 2)
+    names = {"count": torch.tensor(0), "tied": other[0].weight}
+    into = {"model": {**other.state_dict(), **names}, "optimizer": optimizer_state(other, fresh)}
+    Snapshots(tmp_path / "run", read_only=True).restore(into)
+    assert into["model"]["count"].item() == 5
+    goes_on(model, optimizer, other, fresh)
+
+
+def test_groups_that_deepspeed_does_not_tell_apart_stay_out(tmp_path, capsys, monkeypatch):
+    model, optimizer = made(0)
+    train(model, optimizer)
+    write_universal(tmp_path / "ds", model, optimizer, 1, monkeypatch, said=False)
+    report = imported(capsys, tmp_path / "ds", tmp_path / "run", "--skip", "count")
+    assert [line.partition(": ")[2] for line in report["left_out"]] == [
+        "left out by --skip",
+        "options of 2 groups: which parameter is in which is not said",
+    ]
+    other, fresh = made(1)
     into = {"model": other, "optimizer": optimizer_state(other, fresh)}
     run = Snapshots(tmp_path / "run", read_only=True)
-    if num_groups == 2:
-        with pytest.raises(StateError, match="missing in the snapshot: 'optimizer/groups/0'"):
-            run.restore(into)
-        for group in fresh.param_groups:
-            group["lr"] = 0.25
-    run.restore(into, allow_missing=["optimizer/group*"] * (num_groups - 1))
+    with pytest.raises(StateError, match="missing in the snapshot: 'optimizer/groups/0'"):
+        run.restore(into)
+    for group in fresh.param_groups:
+        group["lr"] = 0.25
+    run.restore(into, allow_missing=["optimizer/group*"])
     goes_on(model, optimizer, other, fresh)
+
+
+def test_a_flat_parameter_of_another_size_is_damage(tmp_path, capsys, monkeypatch):
+    model, optimizer = made(0, split=False)
+    train(model, optimizer)
+    write_universal(tmp_path / "ds", model, optimizer, 3, monkeypatch)
+    torch.save(torch.ones(11), tmp_path / "ds" / "zero" / "0.weight" / "exp_avg.pt")
+    code, report = answer(capsys, "import", tmp_path / "ds", tmp_path / "run")
+    assert code == 1 and "has 11 elements, the parameter the shape (4, 3)" in report["error"]
