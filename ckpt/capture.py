@@ -16,11 +16,12 @@ import torch
 
 from plait import _C
 from plait.ckpt.captured import Captured
-from plait.ckpt.device import CudaStreams, DeviceCopies, DevicePiece, Streams, bytes_of
+from plait.ckpt.device import DeviceCopies, DevicePiece, bytes_of, is_plain
 from plait.ckpt.guard import Flight, Guard, Guards, Held, hold_in_place, versions_of
 from plait.ckpt.layout import SMALL_BYTES, DataLayout, Placed, lay_out, shares_of
 from plait.ckpt.leaf import Leaf
 from plait.ckpt.state import Flat
+from plait.ckpt.streams import CudaStreams, Streams
 from plait.ckpt.structure import signature_of, tensors_of
 from plait.ckpt.values import encode
 
@@ -136,15 +137,16 @@ class Capturer:
             return
         assert self._plan is not None and pool is not None
         self.guards.flight = flight
-        others = list(self._plan.others)
+        tensors = tensors_of(flat, [other.name for other in self._plan.others])
+        others = list(zip(self._plan.others, tensors, strict=True))
         stage.start()
         if captured.slabs == 1:
-            on_device = [o for o in others if flat.tensors[o.name].tensor.device.type == "cuda"]
-            others = [o for o in others if flat.tensors[o.name].tensor.device.type != "cuda"]
-            if on_device:
-                flight.device = self._copy_from_device(stage, pool, on_device, flat)
-        for other in others:
-            source = bytes_of(flat.tensors[other.name].tensor, other.start, other.stop)
+            pieces = [DevicePiece(t, o.start, o.stop, o.file_offset, o.owner, o.name) for o, t in others if t.is_cuda]
+            others = [(other, tensor) for other, tensor in others if not tensor.is_cuda]
+            if pieces:
+                flight.device = self._copy_from_device(stage, pool, pieces)
+        for other, tensor in others:
+            source = bytes_of(tensor, other.start, other.stop)
             for at, size in _cuts(other.file_offset, other.num_bytes, captured.slabs > 1):
                 target = torch.frombuffer(pool.view(stage.open(at, size), size), dtype=torch.uint8)
                 target.copy_(source[at - other.file_offset :][:size])
@@ -158,21 +160,19 @@ class Capturer:
             self.pool.close()
         self.pool = self._plan = None
 
-    def _copy_from_device(
-        self, stage: _C.Stage, pool: _C.StagingPool, others: Sequence[_Other], flat: Flat
-    ) -> DeviceCopies:
+    def _copy_from_device(self, stage: _C.Stage, pool: _C.StagingPool, pieces: Sequence[DevicePiece]) -> DeviceCopies:
         def streams_of(device: torch.device) -> Streams:
             if device not in self._streams:
                 self._streams[device] = self._new_streams(device)
             return self._streams[device]
 
+        memory = torch.frombuffer(pool.view(0, pool.capacity), dtype=torch.uint8)
+
         def host(file_offset: int, num_bytes: int) -> torch.Tensor:
-            return torch.frombuffer(pool.view(stage.open(file_offset, num_bytes), num_bytes), dtype=torch.uint8)
+            at = stage.open(file_offset, num_bytes)
+            return memory[at : at + num_bytes]
 
         copies = DeviceCopies(stage.fill, stage.cancel)
-        pieces = [
-            DevicePiece(flat.tensors[o.name].tensor, o.start, o.stop, o.file_offset, o.owner, o.name) for o in others
-        ]
         copies.start(pieces, streams_of, host)
         return copies
 
@@ -194,20 +194,20 @@ class Capturer:
         for placed, found in zip(layout.pieces, owners, strict=True):
             leaf, share = placed.share.leaf, placed.share
             at, size = len(layout.header) + placed.data_offset, share.num_bytes
-            is_plain = _is_plain_memory(leaf.tensor)
-            may_wait = leaf.tensor.device.type == "cuda" or (is_plain and size >= SMALL_BYTES)
+            in_reach = leaf.tensor.device.type == "cpu" and is_plain(leaf.tensor)
+            may_wait = leaf.tensor.is_cuda or (in_reach and size >= SMALL_BYTES)
             owner = found if may_wait else None
-            address = leaf.tensor.data_ptr() + share.start * leaf.tensor.element_size() if is_plain and size else 0
+            address = leaf.tensor.data_ptr() + share.start * leaf.tensor.element_size() if in_reach and size else 0
             staged.append((address, size, at, owner is not None))
             if owner is not None and size:
                 waits = lazy.setdefault(owner, _Lazy(owner))
                 waits.names.append(leaf.name)
-                waits.ranges += [(address, size)] if is_plain else []
-            if size and not is_plain:
+                waits.ranges += [(address, size)] if in_reach else []
+            if size and not in_reach:
                 others.append(_Other(leaf.name, share.start, share.stop, at, size, owner))
         kept = DataLayout(layout.header, tuple(map(_without_data, layout.pieces)), layout.data_bytes)
         names = tuple(placed.share.leaf.name for placed in layout.pieces)
-        on_device = any(leaf.tensor.device.type == "cuda" for leaf in own)
+        on_device = any(leaf.tensor.is_cuda for leaf in own)
         return _Plan(signature, kept, names, aliases, tuple(staged), tuple(others), tuple(lazy.values()), on_device)
 
     def _pool_of(self, num_bytes: int) -> _C.StagingPool:
@@ -277,10 +277,6 @@ def find_aliases(leaves: Sequence[Leaf]) -> dict[str, str]:
         if target != leaf.name:
             aliases[leaf.name] = target
     return aliases
-
-
-def _is_plain_memory(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _without_data(placed: Placed) -> Placed:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from plait import _C
-from plait.ckpt.device import DeviceCopies
+from plait.ckpt.device import DeviceCopies, range_of
 from plait.ckpt.errors import TornSnapshot
 
 
@@ -206,14 +206,6 @@ def _before_write(reference: weakref.ref[Guards], guard: Guard, tensors: Sequenc
     flight = None if guards is None else guards.flight
     if flight is not None:
         flight.fence(guard, tensors)
-
-
-def range_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns the address and the bytes that a dense tensor spans; (0, 0) for one without memory."""
-    if tensor.numel() == 0:
-        return 0, 0
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), (last + 1) * tensor.element_size()
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:

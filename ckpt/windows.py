@@ -3,7 +3,7 @@ another dtype, and memory of a device.
 
 Not a reader. The one idea: two windows take turns. While the copies out of one are on their way to a device, the
 other one is filled from the disk; each is filled again only when its own copies have arrived. A device's windows are
-page-locked, so that its copies run by themselves. Has not run on a card yet.
+page-locked, so that its copies run by themselves. Has not run on a card yet: tests/fake_gpu.py stands in for it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from plait.ckpt.box import Shape
 from plait.ckpt.read_plan import Move, copy_bits, round_up
 
 Request = tuple[int, int, int]  # file offset, bytes, address
@@ -24,8 +25,9 @@ class Lane(Protocol):
     def memory(self, num_bytes: int) -> torch.Tensor:
         """Returns [num_bytes] uint8 of host memory that copies to the device may start from."""
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Starts a copy; `source` must keep its bytes until the next event has been waited for."""
+    def copy(self, target: torch.Tensor, held: torch.Tensor, dtype: torch.dtype, strides: Shape) -> None:
+        """Starts a copy of what lies in `held`, [bytes] uint8, with this dtype and these strides; it must keep its
+        bytes until the next event has been waited for."""
 
     def record(self) -> Any:
         """Returns an event for all copies started so far."""
@@ -40,8 +42,8 @@ class HostLane:
     def memory(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        copy_bits(target, source)
+    def copy(self, target: torch.Tensor, held: torch.Tensor, dtype: torch.dtype, strides: Shape) -> None:
+        copy_bits(target, _laid_out(held, dtype, target.shape, strides))
 
     def record(self) -> Any:
         return None
@@ -59,7 +61,13 @@ class CudaLane:
     def memory(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, target: torch.Tensor, held: torch.Tensor, dtype: torch.dtype, strides: Shape) -> None:
+        source = _laid_out(held, dtype, target.shape, strides)
+        if not (target.dtype == dtype and target.is_contiguous() and source.is_contiguous()):
+            # In one piece, and put in order there: torch would do that here first, in memory that is not page-locked.
+            there = target.new_empty(held.numel(), dtype=torch.uint8)
+            there.copy_(held, non_blocking=True)
+            source = _laid_out(there, dtype, target.shape, strides)
         copy_bits(target, source, non_blocking=True)
 
     def record(self) -> Any:
@@ -69,6 +77,11 @@ class CudaLane:
 
     def wait(self, event: Any) -> None:
         event.synchronize()
+
+
+def _laid_out(held: torch.Tensor, dtype: torch.dtype, shape: Shape, strides: Shape) -> torch.Tensor:
+    typed = held.view(dtype)
+    return typed.as_strided(shape, strides, typed.storage_offset())
 
 
 _HOST = HostLane()
@@ -104,9 +117,7 @@ class Windows:
             at += round_up(move.num_bytes)
         read(requests)
         for move, held in copies:
-            typed = held.view(move.source_dtype)
-            view = torch.as_strided(typed, move.target.shape, move.source_strides, typed.storage_offset())
-            lanes[move.target.device].copy(move.target, view)
+            lanes[move.target.device].copy(move.target, held, move.source_dtype, move.source_strides)
         self._pending[self._turn] = [(lane, lane.record()) for lane in lanes.values() if lane is not _HOST]
         self._turn = 1 - self._turn if self._pending[self._turn] else self._turn
 

@@ -1,11 +1,15 @@
 // Memory that direct I/O accepts. Not a pool: one block, taken on first use.
 //
 // The one idea: whole huge pages. A device moves a block of them by a few long
-// descriptors; scattered 4 KiB pages take it about twice as long.
+// descriptors; scattered 4 KiB pages take it about twice as long. A forked
+// child (a data loader's worker) does not get them: direct I/O and a device
+// would go on with pages that the parent no longer has once it writes to them
+// (open(2), Notes), and each such write would first copy a huge page.
 #ifndef PLAIT_CSRC_ALIGNED_BUFFER_HPP_
 #define PLAIT_CSRC_ALIGNED_BUFFER_HPP_
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <string>
@@ -25,12 +29,14 @@ class AlignedBuffer {
  public:
   explicit AlignedBuffer(size_t bytes) : bytes_(bytes) {}
   ~AlignedBuffer() {
-    if (data_ != nullptr) {
+    if (data_ != nullptr && owner_ == ::getpid()) {  // A child never had it.
       ::munmap(data_, bytes_);
     }
   }
   AlignedBuffer(AlignedBuffer&& other) noexcept
-      : bytes_(other.bytes_), data_(std::exchange(other.data_, nullptr)) {}
+      : bytes_(other.bytes_),
+        data_(std::exchange(other.data_, nullptr)),
+        owner_(other.owner_) {}
   AlignedBuffer(const AlignedBuffer&) = delete;
   AlignedBuffer& operator=(const AlignedBuffer&) = delete;
 
@@ -39,8 +45,10 @@ class AlignedBuffer {
   char* data() {
     if (data_ == nullptr) {
       data_ = map();
-      // A wish: without transparent huge pages small ones do.
+      owner_ = ::getpid();
+      // Wishes: without transparent huge pages small ones do.
       ::madvise(data_, bytes_, MADV_HUGEPAGE);
+      ::madvise(data_, bytes_, MADV_DONTFORK);
     }
     return data_;
   }
@@ -66,6 +74,7 @@ class AlignedBuffer {
 
   size_t bytes_;
   char* data_ = nullptr;
+  pid_t owner_ = 0;  // Who mapped it.
 };
 
 // True when direct I/O may use this address and length.

@@ -32,6 +32,7 @@ CudaDriver::CudaDriver() {
       load(library_, "cuCtxPopCurrent_v2", pop_context_) &&
       load(library_, "cuMemHostRegister_v2", host_register_) &&
       load(library_, "cuMemHostUnregister", host_unregister_);
+  load(library_, "cuThreadExchangeStreamCaptureMode", exchange_capture_mode_);
   if (!complete) {
     reason_ = "libcuda.so.1 lacks cuMemHostRegister_v2 or another call";
   }
@@ -100,6 +101,13 @@ void CudaDriver::host_unregister(void* address, void* context) const {
   void* popped = nullptr;
   pop_context_(&popped);
   throw_if(result, "cuMemHostUnregister");
+}
+
+bool CudaDriver::relax_captures() {
+  const CudaDriver driver;
+  int mode = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED
+  return driver.exchange_capture_mode_ != nullptr &&
+         driver.exchange_capture_mode_(&mode) == 0;
 }
 
 }  // namespace plait

@@ -36,6 +36,10 @@ class CudaDriver {
   void* host_register(void* address, size_t bytes) const;
   // In that context, from any thread: it need not have one of its own.
   void host_unregister(void* address, void* context) const;
+  // From here on, what the calling thread asks of the driver (to wait for an
+  // event) neither ends the graph capture of another thread nor fails for one.
+  // Needs a current context; false where the driver has no such thing.
+  static bool relax_captures();
 
  private:
   void throw_if(int result, const char* call) const;
@@ -50,6 +54,7 @@ class CudaDriver {
   int (*pop_context_)(void**) = nullptr;
   int (*host_register_)(void*, size_t, unsigned) = nullptr;
   int (*host_unregister_)(void*) = nullptr;
+  int (*exchange_capture_mode_)(int*) = nullptr;  // May be missing.
 };
 
 }  // namespace plait

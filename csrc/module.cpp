@@ -202,5 +202,6 @@ PYBIND11_MODULE(_C, module) {
   const auto facts = [](const Path& path) { return plait::io_facts(path); };
   module.def("io_facts", facts, "path"_a, Unlocked());
   py::class_<plait::CudaDriver>(module, "CudaDriver")
-      .def_static("probe", &plait::CudaDriver::probe, "initialize"_a = false);
+      .def_static("probe", &plait::CudaDriver::probe, "initialize"_a = false)
+      .def_static("relax_captures", &plait::CudaDriver::relax_captures);
 }

@@ -48,6 +48,9 @@ int cuMemHostRegister_v2(void*, size_t, unsigned flags) {
   const int result = context == nullptr ? 201 : refuses() ? 2 : flags != 1;
   return say("register", result);
 }
+int cuThreadExchangeStreamCaptureMode(int* mode) {
+  return say(*mode == 2 ? "relax" : "mode", context == nullptr ? 201 : 0);
+}
 int cuMemHostUnregister(void*) {
   return say("unregister", context == nullptr ? 201 : 0);
 }

@@ -5,6 +5,8 @@ Also that a long call leaves the GIL: another Python thread takes turns while th
 
 from __future__ import annotations
 
+import ctypes
+import os
 import sys
 import threading
 
@@ -181,3 +183,38 @@ def test_another_python_thread_runs_during_a_long_copy():
         sys.setswitchinterval(interval)
     thread.join()
     assert seen == 1000
+
+
+def in_child(check) -> int:
+    """Exit status of a forked child that runs `check`: 0 when it is true."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(0 if check() else 1)
+        except BaseException:
+            os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_worker_does_not_get_the_pool():
+    """A data loader forks at every epoch: each huge page of the pool was copied at the next save's first write to it,
+    and a device or direct I/O under way went on with the old one."""
+    pool = _C.StagingPool(8 * HUGE)
+    assert " dc" in resident_bytes(pool.address, pool.capacity)[1], "do not copy on fork"
+
+
+def test_a_child_that_drops_an_inherited_pool_unmaps_nothing_of_its_own():
+    pools = [_C.StagingPool(HUGE)]
+    address = pools[0].address
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+
+    def drop() -> bool:
+        private_there = 0x02 | 0x20 | 0x100000  # MAP_PRIVATE, MAP_ANONYMOUS, MAP_FIXED_NOREPLACE
+        mine = libc.mmap(address, HUGE, 3, private_there, -1, 0)
+        pools.clear()
+        ctypes.memset(mine, 7, HUGE)
+        return mine == address
+
+    assert in_child(drop) == 0

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from plait import _C
+
 HERE = Path(__file__).parent
 START = """
 import ctypes, os, threading, torch
@@ -106,3 +108,14 @@ def test_a_driver_that_refuses_costs_speed_and_not_the_save(driver, tmp_path):
         "    raise AssertionError('pin=True was not an error')\n"
     )
     assert calls_of(driver, tmp_path, program, FAKE_CUDA_REFUSES="1") == ["register 2", "register 2"]
+
+
+def test_a_thread_that_waits_leaves_the_graph_captures_of_others_alone(driver, tmp_path):
+    """CUDA's own mode for it, of the thread and of its context; without a driver there is nothing to do."""
+    assert _C.CudaDriver.relax_captures() == _C.CudaDriver.probe()["available"]
+    program = """
+assert not _C.CudaDriver.relax_captures()
+driver.fake_first_tensor()
+assert _C.CudaDriver.relax_captures()
+"""
+    assert calls_of(driver, tmp_path, program) == ["relax 201", "relax 0"]

@@ -163,6 +163,10 @@ class CudaDriver:
     def probe(initialize: bool = False) -> _Probe:
         """`initialize` calls cuInit: not in a process that will fork workers."""
 
+    @staticmethod
+    def relax_captures() -> bool:
+        """The calling thread's waits and another thread's graph capture leave each other alone from here on."""
+
 class _IoFacts(TypedDict):
     direct_io: bool
     direct_io_reason: str
