@@ -125,6 +125,8 @@ def join(name: str, key: Any, path: str) -> str:
     if type(key) not in (str, int):
         raise StateError(f"{path} has the key {key!r}; keys must be strings or integers")
     text = str(key).replace("~", "~0").replace("/", "~1").replace("@", "~2")
+    if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise StateError(f"{path} has the key {key!r}, which is no text: half of a pair of surrogates is in it")
     if not name and text.startswith("__"):
         raise StateError(f"{path} has the key {key!r}; names that begin with two underscores are reserved")
     return f"{name}/{text}" if name else text

@@ -152,6 +152,7 @@ def _loop(container):
         ({"a/b": 1, "a": {1.5: 2}}, r"state\['a'\] has the key 1.5"),
         ({0: 1, "0": 2}, "same name as another part of the state: '0'"),
         ({"__metadata__": 1}, "two underscores are reserved"),
+        ({"a": {"\ud800": 1}}, r"state\['a'\] has the key '\\ud800', which is no text"),
         ([1], "state is a list; it must be a dict"),
         ({"o": Holder(), "p": type("P", (), {"state_dict": lambda self: 3})()}, "it must give a dict"),
         ({"w": Sharded(torch.zeros(2), (4,), (3,))}, "is not inside the full shape"),
