@@ -23,7 +23,7 @@ from plait.ckpt.errors import SnapshotDamaged, SnapshotError
 from plait.ckpt.interop_records import Record, read_records
 from plait.ckpt.interop_torch import load_plain, step_of
 from plait.ckpt.interop_tree import Chosen, Imported, appearing, need_file, nest_paths, read_tree, skipped, sync
-from plait.ckpt.layout import stored_bytes
+from plait.ckpt.layout import can_exist, stored_bytes
 
 METADATA = ".metadata"
 _MAX_METADATA_BYTES = 1 << 30
@@ -144,7 +144,7 @@ def _tensor(name: str, entry: Record, storage: dict[Any, Any], files: _Files) ->
 
 
 def _is_shape(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) <= 64 and all(type(n) is int and n >= 0 for n in value)
+    return isinstance(value, tuple) and len(value) <= 64 and all(type(n) is int for n in value) and can_exist(value)
 
 
 class _Files:

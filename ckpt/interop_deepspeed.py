@@ -22,6 +22,7 @@ import torch
 from plait.ckpt.errors import SnapshotDamaged, SnapshotError
 from plait.ckpt.interop_torch import load_plain
 from plait.ckpt.interop_tree import Imported, skipped
+from plait.ckpt.layout import can_exist
 from plait.ckpt.optimizer import BY_PLACE
 
 # Of a file's dict: the full tensor, and how DeepSpeed cuts it again.
@@ -169,7 +170,7 @@ def _shaped(value: Any, shape: tuple[int, ...] | None, path: Path) -> Any:
         return value
     if path.stem == "step":
         return value
-    if not all(type(n) is int and n >= 0 for n in shape) or prod(shape) != value.numel():
+    if not all(type(n) is int for n in shape) or not can_exist(shape) or prod(shape) != value.numel():
         raise SnapshotDamaged(f"'{path}' has {value.numel()} elements, the parameter the shape {tuple(shape)}")
     return value.view(tuple(shape))
 

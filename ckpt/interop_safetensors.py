@@ -20,7 +20,7 @@ import torch
 from plait.ckpt.compare import read_box, slices
 from plait.ckpt.errors import SnapshotDamaged, SnapshotError
 from plait.ckpt.interop_tree import Chosen, Imported, appearing, need_file, nest_paths, skipped, sync
-from plait.ckpt.layout import DTYPES, dtype_names, stored_bytes, torch_dtype
+from plait.ckpt.layout import DTYPES, can_exist, dtype_names, stored_bytes, torch_dtype
 from plait.ckpt.reader import SnapshotReader
 from plait.ckpt.values import no_constant, unique_keys
 
@@ -222,6 +222,8 @@ def _entry(name: str, entry: Any, path: Path) -> tuple[torch.dtype, list[int], i
         if entry["dtype"] not in DTYPES:
             raise ValueError(f"dtype {entry['dtype']!r}")
         dtype = DTYPES[entry["dtype"]]
+        if not can_exist(shape):
+            raise ValueError(f"no tensor can have the shape {shape}"[:200])
         if len(shape) > 64 or stop - start != prod(shape) * stored_bytes((), dtype):
             raise ValueError(f"{stop - start} bytes for {entry['dtype']} of {shape}")
     except (TypeError, ValueError, KeyError, AttributeError) as error:

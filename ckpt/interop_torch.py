@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,9 +111,11 @@ def load_plain(
     where = where or f"'{source}'"
     if isinstance(source, Path):
         need_file(source)
+    num_bytes = source.stat().st_size if isinstance(source, Path) else source.getbuffer().nbytes
+    _check_archive(source, num_bytes, where)
     try:
         with torch.serialization.safe_globals([*more, *(_stand_ins(source, more) if strangers else ())]):
-            return torch.load(source, map_location="cpu", weights_only=True, **({"mmap": True} if mmap else {}))
+            content = torch.load(source, map_location="cpu", weights_only=True, **({"mmap": True} if mmap else {}))
     except (OSError, MemoryError):
         raise
     except Exception as error:  # broken bytes raise anything at all
@@ -126,6 +129,49 @@ def load_plain(
         raise SnapshotDamaged(
             f"{where} is no whole file of torch.save: {said[1] if said else _first_line(error)}"
         ) from error
+    _check_repeats(content, num_bytes, where)
+    return content
+
+
+def _check_archive(source: Path | io.BytesIO, num_bytes: int, where: str) -> None:
+    """Raises SnapshotDamaged for an archive whose records are larger than it is, compressed or one over the other:
+    torch.save compresses nothing, torch.load expands whatever is there."""
+    try:
+        with zipfile.ZipFile(source) as archive:
+            records = archive.infolist()
+    except Exception:  # of a file that is broken, or older than zip: loading it says what is wrong
+        return
+    finally:
+        if isinstance(source, io.BytesIO):
+            source.seek(0)
+    total = sum(record.file_size for record in records)
+    if total > num_bytes:
+        raise SnapshotDamaged(
+            f"{where} has records of {total} bytes in a file of {num_bytes}, which none of torch.save has"
+        )
+
+
+def _check_repeats(content: Any, num_bytes: int, where: str) -> None:
+    """Raises SnapshotDamaged for tensors that repeat their bytes (stride 0) to more than the file has: few bytes can
+    claim any size, and a snapshot holds each element."""
+    claimed = 0
+    for name, tensor in _tensors(content, ""):
+        own = tensor.numel() * tensor.element_size()
+        if own > tensor.untyped_storage().nbytes():
+            claimed += own
+        if claimed > num_bytes:
+            raise SnapshotDamaged(
+                f"{where}: tensor {name!r} of shape {tuple(tensor.shape)} repeats its bytes to {own}, in a file of "
+                f"{num_bytes}: save its .contiguous()"
+            )
+
+
+def _tensors(tree: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(tree, torch.Tensor) and tree.layout == torch.strided:
+        yield name, tree
+    elif isinstance(tree, (dict, list, tuple)):
+        for key, child in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _tensors(child, f"{name}/{key}" if name else str(key))
 
 
 def _first_line(error: BaseException) -> str:

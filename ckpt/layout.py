@@ -197,6 +197,11 @@ def _header(entries: dict[str, dict[str, object]], described: dict[str, list[obj
     return len(text).to_bytes(8, "little") + text
 
 
+def can_exist(shape: Sequence[int]) -> bool:
+    """Returns whether torch can have a tensor of this shape: of an empty one too it counts strides in 63 bits."""
+    return all(0 <= n < 1 << 63 for n in shape) and prod(max(n, 1) for n in shape[1:]) < 1 << 63
+
+
 def stored_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     """Returns the bytes of a tensor of this shape."""
     return prod(shape) * dtype.itemsize

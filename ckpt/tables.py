@@ -16,7 +16,7 @@ import torch
 from plait.ckpt.aside import BARE, check_bare, is_aside
 from plait.ckpt.box import Box, Part, contains, cover_error, full_box, parts_of
 from plait.ckpt.errors import SnapshotDamaged, StateError
-from plait.ckpt.layout import stored_bytes, torch_dtype
+from plait.ckpt.layout import can_exist, stored_bytes, torch_dtype
 from plait.ckpt.manifest import CODECS, Fragment, Piece
 from plait.ckpt.values import canonical
 
@@ -146,6 +146,8 @@ def _check_piece(piece: Piece, fragment: Fragment, text: str) -> torch.dtype:
         dtype = torch_dtype(piece.dtype, piece.logical_dtype)
     except ValueError as error:
         raise SnapshotDamaged(f"{text}: {error}") from error
+    if not can_exist(piece.full_shape):
+        raise SnapshotDamaged(f"{text}: no tensor can have the full shape {piece.full_shape}")
     box = Box(piece.offset, piece.shape)
     same_dims = len(piece.offset) == len(piece.shape) == len(piece.full_shape)
     if not same_dims or not contains(full_box(piece.full_shape), box):

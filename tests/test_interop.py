@@ -7,6 +7,7 @@ import json
 import random
 import resource
 import struct
+import zipfile
 from contextlib import redirect_stderr
 from pathlib import Path
 
@@ -197,6 +198,29 @@ def test_a_broken_file_of_torch_save_is_damage(run, tmp_path, capsys):
     assert not (tmp_path / "back").exists()
 
 
+def test_a_tensor_that_repeats_its_bytes_without_end_is_refused(tmp_path, capsys):
+    """A file of 1 KiB made an import take as much memory as it claimed."""
+    torch.save({"few": torch.ones(1).expand(9), "of": [torch.ones(1).expand(1 << 40)]}, tmp_path / "a.pt")
+    code, report = answer(capsys, "import", tmp_path / "a.pt", tmp_path / "run")
+    assert code == 1 and "tensor 'of/0' of shape (1099511627776,) repeats its bytes" in report["error"]
+    assert not (tmp_path / "run").exists()
+    torch.save({"few": torch.ones(1).expand(9)}, tmp_path / "a.pt")
+    imported(capsys, tmp_path / "a.pt", tmp_path / "run")
+
+
+def test_a_compressed_archive_is_not_expanded(tmp_path, capsys):
+    """torch.load makes 1 GiB of 1 MiB."""
+    torch.save({"w": torch.zeros(1 << 16)}, tmp_path / "a.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "a.pt") as plain,
+        zipfile.ZipFile(tmp_path / "b.pt", "w", zipfile.ZIP_DEFLATED) as out,
+    ):
+        for record in plain.infolist():
+            out.writestr(record.filename, plain.read(record))
+    code, report = answer(capsys, "import", tmp_path / "b.pt", tmp_path / "run")
+    assert code == 1 and f"'{tmp_path / 'b.pt'}' has records of " in report["error"]
+
+
 def test_an_import_of_nothing_is_no_snapshot(tmp_path, capsys):
     torch.save({"a": {"w": torch.ones(2)}}, tmp_path / "a.pt")
     code, report = answer(capsys, "import", tmp_path / "a.pt", tmp_path / "back", "--skip", "*")
@@ -224,6 +248,8 @@ BROKEN = {
     "data that ends early": (header({"w": F32}, b"1234567"), "its header says"),
     "bytes that no tensor has": (header({"w": F32}, b"123456789"), "its header says"),
     "a shape of other bytes": (header({"w": {**F32, "shape": [1 << 40]}}, b"12345678"), "tensor 'w': 8 bytes for"),
+    "an empty shape that cannot be": (header({"w": {**F32, "shape": [0, 1 << 62, 2]}}), "no tensor can have"),
+    "an empty shape beyond 63 bits": (header({"w": {**F32, "shape": [1 << 63, 0]}}), "no tensor can have"),
     "an unknown dtype": (header({"w": {**F32, "dtype": "F7"}}, b"12345678"), "tensor 'w': dtype 'F7'"),
     "two tensors in one place": (header({"w": F32, "v": F32}, b"12345678"), "begins at byte 0"),
     "a negative size": (header({"w": {**F32, "shape": [-2]}}, b"12345678"), "tensor 'w'"),

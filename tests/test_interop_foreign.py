@@ -130,6 +130,10 @@ def grow(metadata) -> None:
     entry.chunks[0].sizes = entry.size
 
 
+def odd(metadata) -> None:
+    metadata.state_dict_metadata["m.w"].size = (0, 1 << 62, 2)  # empty, and torch cannot count its strides
+
+
 def half(metadata) -> None:
     metadata.state_dict_metadata["m.w"].chunks[0].sizes = torch.Size([1, 3])
 
@@ -141,6 +145,7 @@ DAMAGE = {
     "a negative offset": (set_to(offset=-1), 1, "offset -1"),
     "an extension": (set_to(transform_descriptors=["zstd"]), 2, "['zstd'], a DCP extension"),
     "a huge shape": (grow, 1, "fewer bytes in its file than it needs"),
+    "an empty shape that cannot be": (odd, 1, "are none"),
     "a hole": (half, 1, "3 of 6 elements are in no piece"),
     "no place": (lambda m: m.storage_data.clear(), 1, "does not say where"),
     "other data": (lambda m: info(m).__dict__.update(info(m, "n").__dict__), 1, "chunk (0, 0) is int, not"),

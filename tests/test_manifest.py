@@ -214,6 +214,7 @@ def test_gap_and_overlap_name_the_tensor():
         (piece(offset=(0, 0)), "is not inside"),
         (piece(flat=(3, 9), num_bytes=24), "flat range"),
         (piece(file_offset=1 << 20), "ends behind"),
+        (piece(full_shape=(0, 1 << 62, 2), offset=(0, 0, 0), shape=(0, 0, 0), num_bytes=0), "no tensor can have"),
         (piece(dtype="F33"), "unknown to this torch"),
         (piece(codec="zstd"), "codec 'zstd'"),
     ],
