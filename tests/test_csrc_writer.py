@@ -34,11 +34,16 @@ def check_file(path, expected: bytes, result: _C.WriteResult, block_bytes: int =
 @pytest.fixture(scope="module")
 def pool():
     """Aligned memory with random bytes; from offset 0 direct I/O takes it straight."""
+    pool = new_pool()
+    yield pool
+    pool.close()
+
+
+def new_pool() -> _C.StagingPool:
     pool = _C.StagingPool(8 * MIB)
     data = random_bytes(8 * MIB, seed=1)
     pool.copy_in([(address_of(data), len(data), 0)])
-    yield pool
-    pool.close()
+    return pool
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -218,7 +223,7 @@ def test_a_file_system_without_fallocate_is_written_all_the_same(tmp_path, pool)
 def test_crash_at_every_operation(tmp_path, pool, index, action):
     child = os.fork()
     if child == 0:
-        write(_C.FaultIo([(index, action, 0)]), tmp_path / "f", pool)
+        write(_C.FaultIo([(index, action, 0)]), tmp_path / "f", new_pool())  # a child inherits none
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 137
     done = OPS[: index + (action == "crash_after")]
