@@ -103,7 +103,7 @@ class Copier:
             for start in range(0, file.bytes, CHUNK_BYTES):
                 size = min(CHUNK_BYTES, file.bytes - start)
                 local.read_range((self.launch.rank, step), start, size, pool.address)
-                self._pace(size)
+                self._pace(size, size)
                 yield pool.view(0, size)
 
         def send() -> None:
@@ -139,7 +139,7 @@ class Copier:
                     start = first * size
                     local.read_range((rank, step), start, min(len(blocks) * size, file.bytes - start), pool.address)
                     data = pack(first, list(workers.map(encode, blocks, [first] * len(blocks))))
-                    self._pace(len(data))
+                    self._pace(len(data), min(len(blocks) * size, file.bytes - start))
                     name = part_name(rank, step, number)
                     self._patiently(lambda n=name, d=data: self._send_part_file(place, n, d))  # type: ignore[misc]
                     yield FileEntry(name, len(data), sha256(data))
@@ -258,8 +258,8 @@ class Copier:
             pause = min(2 * pause, _POLL_S[1])
         return found
 
-    def _pace(self, num_bytes: int) -> None:
-        """Waits so that no more than rate_limit bytes a second are sent."""
+    def _pace(self, num_bytes: int, plain_bytes: int) -> None:
+        """Waits so that no more than rate_limit bytes a second are sent. plain_bytes: what they are before coding."""
         self._bytes += num_bytes
         if self.tier.rate_limit:
             self.launch.stop.wait(max(0.0, self._began + self._bytes / self.tier.rate_limit - time.monotonic()))

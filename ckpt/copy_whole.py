@@ -42,8 +42,8 @@ def copy_whole(reader: SnapshotReader, tier: Tier, key: Key | None, sent: list[i
     """Copies an opened snapshot as `tier` says; returns "url/folder" of the copy, and False where one was there
     already, which was not looked at.
 
-    sent: its first item grows by the bytes sent. SnapshotLocked when a job copies into that folder, SnapshotError
-    when it belongs to another run, OSError of the store, SnapshotDamaged of the original.
+    sent: its first item grows by the bytes sent, as they were before coding. SnapshotLocked when a job copies into
+    that folder, SnapshotError when it belongs to another run, OSError of the store, SnapshotDamaged of the original.
     """
     session, io, manifest = f"{secrets.randbits(64):016x}", _C.PosixIo(), reader.manifest
     store = tier.store(io, session)
@@ -95,9 +95,9 @@ class _Whole(Copier):
                     self.store.remove(place, list(self.store.files(place)))
             raise
 
-    def _pace(self, num_bytes: int) -> None:
-        super()._pace(num_bytes)
-        self._sent[0] += num_bytes
+    def _pace(self, num_bytes: int, plain_bytes: int) -> None:
+        super()._pace(num_bytes, plain_bytes)
+        self._sent[0] += plain_bytes
 
 
 class _Decoded:

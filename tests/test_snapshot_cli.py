@@ -7,11 +7,12 @@ import json
 import os
 import shutil
 import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
 
-from plait.ckpt import PerRank, Sharded, Snapshots, Tier
+from plait.ckpt import PerRank, Sharded, Snapshots, Tier, cli_manage
 from plait.ckpt.cli import main
 from plait.ckpt.cli_progress import line, progress
 from plait.ckpt.keep import pinned_folders, reading
@@ -376,6 +377,23 @@ def test_a_snapshot_of_many_ranks_is_copied_and_back(tmp_path, capsys, coding):
     assert code == 0, report
     ours, theirs = (tmp_path / name / "step-000000001" for name in ("run", "back"))
     assert {p.name: p.read_bytes() for p in ours.iterdir()} == {p.name: p.read_bytes() for p in theirs.iterdir()}
+
+
+@pytest.mark.parametrize("options", [[], ["--compress"]])
+def test_the_bar_of_a_copy_ends_at_the_whole(tmp_path, capsys, monkeypatch, options):
+    """It counted compressed bytes against plain ones, and stopped half-way."""
+    seen = []
+
+    @contextmanager
+    def progress(label, total, done, quiet):
+        yield
+        seen.append((total, done()))
+
+    with Snapshots(tmp_path / "run") as snapshots:
+        snapshots.save(1, {"w": torch.zeros(1 << 18)})
+    monkeypatch.setattr(cli_manage, "progress", progress)
+    assert answer(capsys, "copy", tmp_path / "run", tmp_path / "copy", *options)[0] == 0
+    assert [(total, total <= done <= total + 8192) for total, done in seen] == [(1 << 20, True)]
 
 
 def test_an_encrypted_copy_of_an_unsigned_snapshot_needs_a_word(run, tmp_path, capsys):
