@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -P -m pytest
 # Two workers on two cores; each test that starts ranks forks them from one prepared server.
 WORKERS ?= 2
 
-.PHONY: help build train test test-fast test-long faults sanitize fuzz lint types bench clean
+.PHONY: help build train test test-fast test-long faults history sanitize fuzz lint types bench clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/'
@@ -52,6 +52,9 @@ test-long: build ## the longer walks: more kills, more faults, more grids
 
 faults: build ## 10,000 injected faults in saves, commits, copies and restores, counted; the record in tests/results
 	$(BIN)/python -m tests.walk --faults $(FAULTS)
+
+history: build ## 30 s of writers, readers and a pruner on one root, killed and stopped; the record in tests/results
+	$(BIN)/python -m tests.walk --history 30
 
 sanitize: build ## the extension's own tests on builds with ASan, UBSan and TSan
 	$(BIN)/python -P tests/sanitize.py address

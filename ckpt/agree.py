@@ -26,6 +26,10 @@ class Agreement:
         self._writer, self._root, self._session = writer, root, session
         self._round = 0
 
+    @property
+    def is_alone(self) -> bool:
+        return self._writer.world_size == 1
+
     def exchange(self, word: Any) -> list[Any]:
         """Returns the words (plain JSON) of all ranks, by rank. SnapshotError naming ranks that gave none in time."""
         self._round += 1

@@ -55,12 +55,13 @@ def candidates(
 
 def newest_valid(io: _C.Io, root: Path, key: Key | None = None) -> StepFolder | None:
     """Returns the newest folder whose manifest verifies and whose files have their sizes, or None."""
-    for folder in step_folders(root):
+    folders = step_folders(root)
+    while folders:
         try:
-            read_manifest(io, folder.path, key)
-        except SnapshotDamaged:
-            continue
-        return folder
+            read_manifest(io, folders[0].path, key)
+            return folders[0]
+        except SnapshotDamaged:  # or removed since it was listed: whoever writes here then has newer ones
+            folders = folders[1:] if folders[0].path.is_dir() else step_folders(root)
     return None
 
 

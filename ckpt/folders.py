@@ -61,10 +61,13 @@ def attempt_folder(root: Path, attempt: str) -> Path:
 
 def step_folders(root: Path) -> list[StepFolder]:
     """Returns all folders named like snapshots, newest first; empty when there is no root."""
-    if not root.is_dir():
-        return []
-    found = [parse_step(root / name) for name in os.listdir(root)]
-    return sorted((f for f in found if f is not None and f.path.is_dir()), reverse=True)
+    while root.is_dir():
+        found = [named for name in os.listdir(root) if (named := parse_step(root / name)) is not None]
+        there = sorted((f for f in found if f.path.is_dir()), reverse=True)
+        if len(there) == len(found) or all(os.path.lexists(f.path) for f in found):
+            return there
+        # One was removed since it was listed: whoever writes here may have newer ones by now.
+    return []
 
 
 def next_generation(root: Path, step: int) -> int:

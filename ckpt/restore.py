@@ -8,7 +8,7 @@ its reason.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -87,18 +87,21 @@ class _Match:
 
 
 def restore_state(
-    folders: Sequence[Candidate],
+    listed: Callable[[], Sequence[Candidate]],
     root: Path,
     rank: int,
     agreement: Agreement,
     state: dict[str, Any],
     wanted: Wanted,
 ) -> Restored:
-    """Restores from the first candidate that is good on all ranks, which call it together. See Snapshots.restore."""
+    """Restores from the first of the candidates that is good on all ranks, which call it together; one rank alone
+    lists them again where one was removed meanwhile, since who writes here then has newer ones."""
     began = time.monotonic()
+    folders = listed()
     flat = _flatten_together(state, folders[0], agreement)
     skipped: list[tuple[str, str]] = []
-    for folder in folders:
+    while len(skipped) < len(folders):
+        folder = folders[len(skipped)]
         with ExitStack() as held:
             opened = _open(folder, flat, rank, wanted, held)
             names = sorted(flat.tensors.keys() | flat.values.keys() | flat.per_rank.keys())
@@ -111,6 +114,10 @@ def restore_state(
                 reason = _common_verdict(folder, agreement.exchange([folder.name, status, text]))
         if reason is not None:
             skipped.append((folder.name, reason))
+            if agreement.is_alone:
+                now = listed()
+                if folder.name not in [candidate.name for candidate in now]:
+                    folders, skipped = now, []
             continue
         reader, match = opened.reader, opened.match
         assert reader is not None and match is not None

@@ -3,8 +3,7 @@
 Not a trainer's policy of when to save. The one idea: `save` copies and returns; one thread per object writes and
 commits; whatever went wrong there is raised by `handle.wait()` or else by the next call, once.
 
-Thread rule: one training thread calls the methods. `prepare` or else the first save starts the thread,
-`close()` ends it.
+Thread rule: one training thread calls the methods; `prepare` or else the first save starts its own.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -228,8 +228,8 @@ class Snapshots:
         """
         self.wait()
         wanted = Wanted(tuple(allow_missing), tuple(allow_unexpected), cast if cast is not None else False)
-        found = candidates(self._io, self.root, step, self._threads, self._tiers, self._key)
-        return restore_state(found, self.root, self.rank, self._agreement, state, wanted)
+        listed = partial(candidates, self._io, self.root, step, self._threads, self._tiers, self._key)
+        return restore_state(listed, self.root, self.rank, self._agreement, state, wanted)
 
     def settle(self) -> None:
         """Removes what the ranks left in the folder to agree on a restore, once all of them have returned from it,

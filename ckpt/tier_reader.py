@@ -104,7 +104,9 @@ class TierReader(SnapshotReader):
 
     def _fetch_coded(self, key: FileKey, file: DataFile, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
         fragment = self.fragments[key[0]]
-        coder = coder_of(next(piece.codec for piece in fragment.pieces), self._cipher)
+        if not fragment.pieces:
+            raise SnapshotDamaged(f"'{self.folder / file.name}': is stored in parts, and the rank has no pieces")
+        coder = coder_of(fragment.pieces[0].codec, self._cipher)
         for block in range(first, stop):
             name = part_name(key[0], key[1], block // PART_BLOCKS)
             where = f"'{self._store.url}/{self._place}/{name}': block {block}"

@@ -12,6 +12,7 @@ import shutil
 
 import pytest
 
+from tests import history
 from tests.cycles import CYCLES, PLACES, Cycle
 from tests.walk import (
     Walk,
@@ -90,3 +91,35 @@ def test_the_record_holds_date_commit_and_the_faults_of_each_walk(tmp_path, caps
     assert record["date"].startswith("20") and {"commit", "seconds"} <= record.keys()
     assert main(["--faults", "100000", "--record", str(path)]) == 2
     assert "fewer than --faults 100000" in capsys.readouterr().out
+
+
+def test_a_history_of_writers_readers_and_a_pruner_loses_nothing(tmp_path, capsys):
+    """Of a second; `make history` takes 30."""
+    assert main(["--history", "1", "--record", str(tmp_path / "faults.json")]) == 0, capsys.readouterr().out
+    record = json.loads((tmp_path / "history.json").read_text())
+    assert record["lost"] == [] and record["saved"] > 0 and record["read"] > 0 and record["blows"]["SIGKILL"] > 0
+
+
+def test_what_is_wrong_with_a_history_is_found():
+    good = [
+        {"kind": "begin", "who": "w", "at": 1.0, "step": 1, "nonce": 7},
+        {"kind": "saved", "who": "w", "at": 2.0, "step": 1, "nonce": 7},
+        {"kind": "read", "who": "r", "began": 2.1, "at": 2.2, "step": 1, "nonce": 7, "whole": True},
+        {"kind": "begin", "who": "w", "at": 2.3, "step": 2, "nonce": 8},
+        {"kind": "read", "who": "r", "began": 2.4, "at": 2.5, "step": 2, "nonce": 8, "whole": True},
+        {"kind": "open", "who": "v", "began": 2.6, "at": 2.7, "step": 2},
+        {"kind": "pruned", "who": "p", "at": 2.8, "status": 3},
+    ]
+    assert history.check(good) == []
+    late = {"began": 2.9, "at": 3.0}
+    for bad, text in (
+        ({**good[4], **late, "whole": False}, "not the bits"),
+        ({**good[4], **late, "nonce": 7}, "not the bits"),
+        ({**good[2], **late}, "older than what this reader had"),
+        ({**good[5], **late, "step": None}, "older than step 1"),
+        ({"kind": "refused", "who": "q", **late, "text": "none"}, "nothing restored"),
+        ({**good[6], "status": 1}, "an error"),
+        ({"kind": "error", "who": "w", "at": 3.0, "text": "OSError"}, "an error"),
+    ):
+        wrong = history.check([*good, bad])
+        assert len(wrong) == 1 and text in wrong[0], (bad, wrong)

@@ -2,8 +2,9 @@
 
 `python -m tests.walk --faults 10000` (`make faults`) walks all kinds of cycles.py, counts, ends at the first loss,
 and writes what it did to tests/results/faults.json. Fewer faults take every so many operations. The tests of
-test_walk.py walk the same. The one idea: each walk is a process of its own on copies of one small run in memory, so
-that a fault costs some 40 ms and nothing of one walk (a lock, a thread) reaches another.
+test_walk.py walk the same. `--history 30` (`make history`) does what history.py says instead. The one idea: each walk
+is a process of its own on copies of one small run in memory, so that a fault costs some 40 ms and nothing of one walk
+(a lock, a thread) reaches another.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import torch
 
 from plait import _C
 from plait.ckpt import SnapshotError, capture, part
+from tests import history
 from tests.cycles import (
     CYCLES,
     OLD,
@@ -310,7 +312,7 @@ def run_walks(
 
 def _commit() -> str:
     """The last commit of what is walked, with "+" where files differ from it; empty outside of git."""
-    paths = ["ckpt", "csrc", "tests/walk.py", "tests/cycles.py", "tests/faults.py", "tests/power.py"]
+    paths = ["ckpt", "csrc", *(f"tests/{name}.py" for name in ("walk", "cycles", "faults", "power", "history"))]
 
     def git(*command: str) -> str:
         where = RECORD.parents[2]
@@ -324,6 +326,16 @@ def _commit() -> str:
         return ""
 
 
+def _history(options: argparse.Namespace) -> int:
+    heading = {"date": time.strftime("%Y-%m-%d %H:%M"), "commit": _commit()}
+    record = history.run(options.history, folder=options.folder)
+    print(*record["lost"], json.dumps(record["events"]), sep="\n", flush=True)
+    if not record["lost"]:
+        path = options.record.with_name("history.json")
+        path.write_text(json.dumps({**heading, **record}, indent=1) + "\n")
+    return 1 if record["lost"] else 0
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Counts injected faults and what they lost.")
     parser.add_argument("--faults", type=int, default=10_000, help="at least so many where all walks have as many")
@@ -331,8 +343,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--only", default="", help="walks whose name begins so; nothing is recorded")
     parser.add_argument("--folder", type=Path, help="where snapshots are written; without: in memory")
     parser.add_argument("--record", type=Path, default=RECORD)
+    parser.add_argument("--history", type=float, help="instead: so many seconds of history.py, into history.json")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    if options.history is not None:
+        return _history(options)
     walks = [walk for walk in all_walks() if walk.name.startswith(options.only)]
     stride = max(1, WHOLE // options.faults)
     heading = {"date": time.strftime("%Y-%m-%d %H:%M"), "commit": _commit()}
