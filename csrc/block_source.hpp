@@ -8,12 +8,14 @@
 
 namespace plait {
 
-// Thread rule: block() and written() come from several workers at once; every
+// Thread rule: begin() comes first, block() and written() come from several workers at once; every
 // block is asked for once, in rising order over all workers.
 class BlockSource {
  public:
   virtual ~BlockSource() = default;
 
+  // Before the first block. copied: writing one takes a processor, to copy it.
+  virtual void begin(bool copied) = 0;
   // The block's bytes, ready to be written by direct I/O: at an aligned
   // address, zeros up to a multiple of kDirectAlignment. May wait for them, and
   // throw when they will not come. Valid until written(block) or, for memory

@@ -1,7 +1,9 @@
 #include "file.hpp"
 
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <sys/mman.h>
+#include <sys/vfs.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -143,6 +145,12 @@ uint64_t File::size() const {
 
 bool File::is_sole() const {
   return check("is_sole", path_, [&] { return io_.is_sole(fd_); }) == 1;
+}
+
+bool File::is_copied() const {
+  struct statfs kind = {};
+  return !direct_ || (::fstatfs(fd_, &kind) == 0 &&
+                      (kind.f_type == TMPFS_MAGIC || kind.f_type == RAMFS_MAGIC));
 }
 
 bool File::is_cached(uint64_t offset, uint64_t bytes) const {

@@ -51,6 +51,9 @@ class File {
   uint64_t size() const;
   // True when nothing else refers to the file, which is open for writing.
   bool is_sole() const;
+  // True when a processor copies what is written: into the page cache, or into
+  // a file system that is memory, where direct I/O is accepted and means nothing.
+  bool is_copied() const;
   // True when the page cache holds the whole range: then a copy from there is
   // several times faster than the device.
   bool is_cached(uint64_t offset, uint64_t bytes) const;

@@ -237,7 +237,7 @@ void Stage::close() {
 
 const char* Stage::block(int, uint64_t block, size_t, uint32_t* crc) {
   Lock lock(mutex_);
-  while (!over_ && !progress_.is_ready(block)) {
+  while (!over_ && (!progress_.is_ready(block) || (calm_ && copies_first_))) {
     if (calm_ || !hash(lock)) {
       to_write_.wait(lock);
     }

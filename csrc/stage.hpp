@@ -13,6 +13,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "block_source.hpp"
@@ -82,6 +83,12 @@ class Stage final : public BlockSource {
   // Ends it, and returns when no thread of it reads any memory.
   void close();
 
+  // Where one processor trains and the other copies, none is left for a writer
+  // that copies too: training would wait for the copies in its fence.
+  void begin(bool copied) override {
+    Lock lock(mutex_);
+    copies_first_ = copied && std::thread::hardware_concurrency() <= 2;
+  }
   const char* block(int worker, uint64_t block, size_t bytes,
                     uint32_t* crc) override;
   void written(uint64_t block) override {
@@ -156,6 +163,7 @@ class Stage final : public BlockSource {
   std::vector<bool> written_;  // Blocks.
   int hurried_ = 0;            // Who waits: then only copying counts.
   bool calm_ = false;          // A thread hashes what it copies; no writer does.
+  bool copies_first_ = false;  // Meanwhile no writer writes.
   std::exception_ptr over_;
   std::unique_ptr<Workers> workers_;
 

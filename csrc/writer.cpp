@@ -85,6 +85,7 @@ class PieceSource final : public BlockSource {
     return data;
   }
 
+  void begin(bool) override {}
   void written(uint64_t) override {}
   void give_up(std::exception_ptr) override {}  // Nobody ever waits.
 
@@ -206,6 +207,7 @@ WriteResult write_blocks(Io& io, const std::string& path, BlockSource& source,
       file.try_direct();
     }
     file.allocate(file_bytes);
+    source.begin(file.is_copied());
     Workers workers(options.threads, "plait-write", num_blocks, write_block,
                     options.priority);
     workers.close();

@@ -6,6 +6,8 @@ Blocks are small, so that few bytes make many; the writer is the real one unless
 
 from __future__ import annotations
 
+import os
+import tempfile
 import threading
 
 import pytest
@@ -206,3 +208,38 @@ def test_refuses_what_cannot_be(pool):
         stage.fill(4096, 1)
     with pytest.raises(ValueError, match="not inside"):
         stage.open(9000, 1)
+
+
+def first_byte(path):
+    """The first byte of a file's data so far; None before there is one."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            file.seek(len(HEADER))
+            return file.read(1) or None
+    except FileNotFoundError:
+        return None
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_on_few_processors_writing_into_memory_waits_for_the_copies(direct):
+    """Both copy: a fence would wait for what writers took the second processor from. tmpfs takes O_DIRECT since Linux
+    6.6 and copies all the same."""
+    pool = _C.StagingPool(25 * HUGE)
+    stage, memory, content, _ = stage_of(pool, [48 << 20], lazy=[0], block_bytes=1 << 20)
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, set(sorted(before)[:2]))  # of this thread, and of those that it starts
+    seen = []
+    try:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+            path = f"{folder}/f"
+            thread, found = writing(stage, path, direct=direct)
+            stage.capture()
+            while (byte := first_byte(path), stage.copied)[1] is False:
+                seen.append(byte)
+            thread.join()
+            with open(path, "rb") as file:
+                assert file.read() == content
+    finally:
+        os.sched_setaffinity(0, before)
+    assert content[-1] == memory[0][-1]  # which is alive until here
+    assert found["result"].crcs and set(seen) <= {None, b"\0"} and content[len(HEADER)] != 0
