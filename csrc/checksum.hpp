@@ -11,10 +11,10 @@
 
 namespace plait {
 
-constexpr int kWidest = 32;
+constexpr int kWidest = 64;
 
 // CRC32C of data; `value` is the result for the bytes before it, 0 at the
-// start. Folds at most `width` bytes an instruction, 32 or 16, where the
+// start. Folds at most `width` bytes an instruction (64, 32, 16) where the
 // processor can; 0: by tables, the portable path.
 uint32_t crc32c(const void* data, size_t bytes, uint32_t value = 0,
                 int width = kWidest);

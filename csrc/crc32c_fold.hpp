@@ -13,12 +13,12 @@ namespace plait {
 // Castagnoli, bits reflected.
 constexpr uint32_t kCrc32cPolynomial = 0x82F63B78;
 
-// The most bytes that this processor folds by one instruction: 32, 16, or 0
-// when it has none for that.
+// The most bytes that this processor folds by one instruction: 64, 32, 16, or
+// 0 when it has none for that.
 int crc32c_fold_width();
 
 // The checksum's register after these bytes, `crc` before (neither inverted).
-// width: 16 or 32, not above crc32c_fold_width().
+// width: 16, 32 or 64, not above crc32c_fold_width().
 uint32_t crc32c_fold(uint32_t crc, const uint8_t* data, size_t bytes,
                      int width);
 

@@ -29,6 +29,17 @@ __attribute__((target("avx2"))) void stream_lines(char* to, const char* from,
   _mm_sfence();
 }
 
+// The same, a line a store: no half of one is ever on its way.
+__attribute__((target("avx512f"))) void stream_lines_512(char* to,
+                                                         const char* from,
+                                                         size_t bytes) {
+  for (size_t i = 0; i < bytes; i += kLine) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i),
+                        _mm512_loadu_si512(from + i));
+  }
+  _mm_sfence();
+}
+
 }  // namespace
 
 void stream_copy(void* to, const void* from, size_t bytes) {
@@ -38,7 +49,11 @@ void stream_copy(void* to, const void* from, size_t bytes) {
     const size_t before = -reinterpret_cast<uintptr_t>(target) % kLine;
     const size_t lines = (bytes - before) / kLine * kLine;
     std::memcpy(target, source, before);
-    stream_lines(target + before, source + before, lines);
+    // The first processors with wide vectors lowered their clock for them.
+    const bool wide = __builtin_cpu_supports("avx512f") != 0 &&
+                      __builtin_cpu_supports("vpclmulqdq") != 0;
+    (wide ? stream_lines_512 : stream_lines)(target + before, source + before,
+                                             lines);
     target += before + lines;
     source += before + lines;
     bytes -= before + lines;

@@ -43,8 +43,8 @@ XXH3_VECTORS = {
     1024: "f96a1bbdb2fef572f75e768c7cdd54b2",
     100000: "c0f903c0bf0d5d15d449c3d3e190d6d6",
 }
-WIDTHS = [0, 16, 32]  # bytes an instruction: tables, and what this processor can of folding
-FRONTS = [64, 128]  # bytes folded side by side
+WIDTHS = [0, 16, 32, 64]  # bytes an instruction: tables, and what this processor can of folding
+FRONTS = [64, 128, 256]  # bytes folded side by side
 
 
 @pytest.mark.parametrize("width", WIDTHS)
