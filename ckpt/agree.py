@@ -30,6 +30,12 @@ class Agreement:
     def is_alone(self) -> bool:
         return self._writer.world_size == 1
 
+    @property
+    def apart(self) -> bool:
+        """True when the ranks' roots are on several disks."""
+        disks = self._writer.disks
+        return disks is not None and len(disks.leaders) > 1
+
     def exchange(self, word: Any) -> list[Any]:
         """Returns the words (plain JSON) of all ranks, by rank. SnapshotError naming ranks that gave none in time."""
         self._round += 1

@@ -7,15 +7,17 @@ Only names are looked at here; whether a copy is good is found out when it is op
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from plait import _C
+from plait.ckpt.agree import Agreement
 from plait.ckpt.crypt import Key
 from plait.ckpt.errors import SnapshotDamaged, SnapshotError
-from plait.ckpt.folders import StepFolder, parse_step, step_folders
+from plait.ckpt.folders import StepFolder, parse_step, step_folders, step_name
 from plait.ckpt.keep import reading
 from plait.ckpt.reader import SnapshotReader, read_manifest
 from plait.ckpt.remote import FsspecStore
@@ -33,10 +35,100 @@ class Candidate:
     hold: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-def candidates(
-    io: _C.Io, root: Path, step: int | None, threads: int, tiers: Tiers, key: Key | None
-) -> list[Candidate]:
-    """Returns the copies to try: the newest first, of one the nearest first. SnapshotError when there is none."""
+class Seen(NamedTuple):
+    """What one rank sees of the snapshots of a run. agreement: also knows whether ranks have disks of their own."""
+
+    io: _C.Io
+    root: Path
+    threads: int
+    tiers: Tiers
+    key: Key | None
+    agreement: Agreement
+
+
+def candidates(seen: Seen, step: int | None) -> list[Candidate]:
+    """Returns the copies to try (of one step): the newest first, of one the nearest first; where ranks have disks of
+    their own, one for each step that any rank sees. SnapshotError when there is none."""
+    found = _on_all(seen, step)
+    if not found:
+        there = [folder.path.name for folder in step_folders(seen.root)]
+        wanted = "no snapshot" if step is None else f"no snapshot of step {step}"
+        raise SnapshotError(f"'{seen.root}' holds {wanted}" + (f"; there are {', '.join(there)}" if there else ""))
+    return found
+
+
+def newest_step(seen: Seen) -> int | None:
+    """Returns the step of the first candidate that opens, on all ranks where they have disks of their own; None when
+    there is none at all. SnapshotError that lists why none of them opens."""
+    found, reasons = _on_all(seen, None), list[str]()
+    while len(reasons) < len(found):
+        candidate = found[len(reasons)]
+        said = _why_not(candidate)
+        words = seen.agreement.exchange(said) if _apart(seen) else [said]
+        bad = [f"rank {rank}: {text}" if len(words) > 1 else text for rank, text in enumerate(words) if text]
+        if not bad:
+            return candidate.step
+        reasons.append(f"\n  {candidate.name}: {bad[0]}")
+        now = found if _apart(seen) else _on_all(seen, None)
+        if candidate.name not in [other.name for other in now]:  # removed: whoever writes here then has newer ones
+            found, reasons = now, []
+    if reasons:
+        raise SnapshotError(f"there are snapshots under '{seen.root}', and none is good:{''.join(reasons)}")
+    return None
+
+
+def _why_not(candidate: Candidate) -> str:
+    try:
+        candidate.open()
+    except FileNotFoundError:
+        return "was just removed"
+    except (SnapshotDamaged, OSError) as error:
+        return str(error)
+    return ""
+
+
+def _apart(seen: Seen) -> bool:
+    return seen.agreement.apart and not seen.tiers.unions
+
+
+def _on_all(seen: Seen, step: int | None) -> list[Candidate]:
+    """Returns this rank's copies; where ranks have disks of their own, and one may be new or behind, one candidate
+    for each step that any rank sees, so that all try the same in the same order, each with its nearest copy."""
+    own = _all(seen, step)
+    if not _apart(seen):
+        return own
+    steps: dict[int, list[Candidate]] = {}
+    for candidate in own:
+        steps.setdefault(candidate.step, []).append(candidate)
+    every = {number for numbers in seen.agreement.exchange(sorted(steps)) for number in numbers}
+    return [_nearest(number, steps.get(number, [])) for number in sorted(every, reverse=True)]
+
+
+def _nearest(step: int, copies: list[Candidate]) -> Candidate:
+    """Returns a candidate that opens the first of these copies that opens."""
+
+    def open_first() -> SnapshotReader:
+        error: Exception = SnapshotDamaged("has no copy of it, here or in a tier")
+        for copy in copies:
+            try:
+                return copy.open()
+            except (SnapshotDamaged, OSError) as found:
+                error = found
+        raise error
+
+    @contextmanager
+    def hold_all() -> Iterator[None]:
+        with ExitStack() as held:
+            for copy in copies:
+                with suppress(OSError):  # it has no manifest, and will not open
+                    held.enter_context(copy.hold())
+            yield
+
+    return Candidate(step, step_name(step), open_first, hold_all)
+
+
+def _all(seen: Seen, step: int | None) -> list[Candidate]:
+    io, root, threads, tiers, key, _ = seen
     found: list[tuple[int, int, Candidate]] = []
     for folder in step_folders(root) if not tiers.unions else ():  # with unions, which ranks see alike, it is in them
         if step is None or folder.step == step:
@@ -46,10 +138,6 @@ def candidates(
             )
     for copy in tiers.copies(step):
         found.append((copy.step, 0, Candidate(copy.step, copy.name, partial(tiers.open, copy))))
-    if not found:
-        there = [folder.path.name for folder in step_folders(root)]
-        wanted = "no snapshot" if step is None else f"no snapshot of step {step}"
-        raise SnapshotError(f"'{root}' holds {wanted}" + (f"; there are {', '.join(there)}" if there else ""))
     return [candidate for *_, candidate in sorted(found, key=lambda row: row[:2], reverse=True)]
 
 

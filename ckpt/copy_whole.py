@@ -120,7 +120,7 @@ class _Decoded:
 
     def fragment(self, rank: int) -> Fragment:
         name = fragment_name(rank)
-        return from_bytes(Fragment, self._small[name], f"'{self._reader.folder / name}'")
+        return from_bytes(Fragment, self._small[name], f"'{self._reader.place}/{name}'")
 
     def stored(self, name: str) -> bytes:
         return self._small[name]

@@ -8,7 +8,7 @@ between two disks' renames leaves a step that only some have: no union of it is 
 A restore reads data files only where a rank can see them: from the union (all folders copied into one root, or a tier
 that all ranks upload to), or from the own disk for parts that lie wholly on it.
 
-    key PREFIX/where/RANK        which disk a rank writes to: host, boot, device and inode of its root
+    key PREFIX/where/RANK        which disk a rank writes to: host, boot, device and inode of its root; the run there
     key PREFIX/ATTEMPT/NAME      the file NAME of the attempt folder: rNNNNN.json, .error, .ok, abort.error, ...
     key PREFIX/ATTEMPT/ready.R   the leader (lowest rank) of a disk has all small files durably: the next free
                                  generation of the step there
@@ -26,15 +26,18 @@ from pathlib import Path
 from typing import Any
 
 from plait import _C
-from plait.ckpt.errors import SnapshotError
+from plait.ckpt.errors import SnapshotDamaged, SnapshotError
 from plait.ckpt.folders import ABORT, announce, next_generation, parse_step, step_name
-from plait.ckpt.manifest import MANIFEST, OBJECTS, fragment_name
+from plait.ckpt.manifest import MANIFEST, OBJECTS, RUN, Run, fragment_name, from_bytes
+
+RUN_BYTES = 4096  # of RUN.json, at most
 
 
 class Disks:
     """Who writes to which disk, and their words. Made on all ranks together; `wait` of a Writer bounds all waiting.
 
     leaders: the lowest rank of each disk; it owns the LOCK there, and renames. here: the ranks of this one's disk.
+    known_run: of the first disk that has one: a new disk of rank 0 goes on with it.
     """
 
     def __init__(self, store: Any, io: _C.Io, session: str, rank: int, world_size: int, root: Path) -> None:
@@ -44,8 +47,12 @@ class Disks:
         if not root.is_dir():
             root.mkdir(parents=True, exist_ok=True, mode=0o700)
             _C.fsync_dir(io, root.parent)
-        store.set(f"{self._prefix}/where/{rank}", place_of(root))
-        places = [store.get(f"{self._prefix}/where/{other}") for other in range(world_size)]  # the store's own limit
+        store.set(f"{self._prefix}/where/{rank}", json.dumps([place_of(root), run_in(io, root)]))
+        words = [
+            json.loads(store.get(f"{self._prefix}/where/{other}")) for other in range(world_size)
+        ]  # its own limit
+        places = [word[0] for word in words]
+        self.known_run: str | None = next((word[1] for word in words if word[1]), None)
         self.leaders = sorted({places.index(place) for place in places})
         self.here = frozenset(r for r, place in enumerate(places) if place == places[rank])
         self.is_leader = rank in self.leaders
@@ -134,6 +141,14 @@ class Disks:
     def name_for(self, root: Path, step: int, generations: list[int]) -> str:
         """Returns the folder name that is free on all disks."""
         return step_name(step, max([next_generation(root, step), *generations]))
+
+
+def run_in(io: _C.Io, root: Path) -> str | None:
+    """Returns the id of the run in a root, None when there is none that can be read."""
+    try:
+        return from_bytes(Run, _C.read_small(io, root / RUN, RUN_BYTES), RUN).run
+    except (SnapshotDamaged, OSError):
+        return None  # whoever owns the root says why
 
 
 def place_of(root: Path) -> str:

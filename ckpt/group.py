@@ -11,6 +11,22 @@ import secrets
 from typing import Any
 
 
+def options_of_group(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns a caller's options of Snapshots with what the default process group says of this launch.
+
+    store=True, and `partner` without a store, stand for a connection of its own to the group's store (the training
+    thread may wait in another one). Without a group there is one rank, which needs none: store=True is left out.
+    """
+    launch = launch_of_group()
+    store = options.get("store", True if options.get("partner") is not None else None)
+    if store is True:
+        import torch.distributed as dist
+
+        shared: Any = dist.distributed_c10d._get_default_store() if launch else None
+        store = shared.clone() if launch else None
+    return {**launch, **options, "store": store}
+
+
 def launch_of_group() -> dict[str, Any]:
     """Returns {"rank", "world_size", "session"} of the default process group; {} without one.
 

@@ -92,9 +92,7 @@ class _Part:
             isinstance(g, dict) and isinstance(g.get("params"), list) for g in found
         )
         if not good:
-            raise SnapshotDamaged(
-                f"'{self.reader.folder}': {self.at + _GROUPS!r} is no list of an optimizer's groups"
-            )
+            raise SnapshotDamaged(f"'{self.reader.place}': {self.at + _GROUPS!r} is no list of an optimizer's groups")
         return found
 
     def adopt_lists(self) -> None:

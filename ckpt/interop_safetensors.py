@@ -104,7 +104,7 @@ def export_folder(chosen: Chosen, path: Path, shard_bytes: int = SHARD_BYTES) ->
 
 def _need_tensors(chosen: Chosen) -> None:
     if not chosen.tensors:
-        raise SnapshotError(f"'{chosen.reader.folder}': what was chosen has no tensor")
+        raise SnapshotError(f"'{chosen.reader.place}': what was chosen has no tensor")
 
 
 def import_safetensors(path: Path, skip: Sequence[str] = ()) -> Imported:

@@ -84,7 +84,7 @@ def choose(reader: SnapshotReader, select: str = "", strip: bool = False) -> Cho
     values = {outer: decode(reader.values[name], f"value {name!r}") for outer, name in below(reader.values).items()}
     if not tensors and not values:
         roots = sorted({name.partition("/")[0] for name in reader.table.names | reader.values.keys()})
-        raise SnapshotError(f"'{reader.folder}' has nothing below {select!r}; it has {roots}")
+        raise SnapshotError(f"'{reader.place}' has nothing below {select!r}; it has {roots}")
     per_rank = below({name for fragment in reader.fragments for name in fragment.per_rank})
     left = [f"{name}: each rank has a value of its own" for name in per_rank]
     return Chosen(reader, tensors, values, paths, left)

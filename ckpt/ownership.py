@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plait import _C
-from plait.ckpt.disks import Disks
+from plait.ckpt.disks import RUN_BYTES, Disks
 from plait.ckpt.errors import SnapshotError
 from plait.ckpt.folders import collect_garbage, publish
 from plait.ckpt.lock import RootLock
 from plait.ckpt.manifest import FORMATS, RUN, Run, from_bytes, to_bytes
-
-_RUN_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,8 @@ def own(
         collect_garbage(io, root, session)
         if disks is None:
             return Ownership(lock, _run_id(io, root / RUN, known_run))
-        told = disks.share_run(_run_id(io, root / RUN, known_run)) if rank == 0 else disks.share_run(None)
+        known = lambda: known_run() or disks.known_run  # noqa: E731
+        told = disks.share_run(_run_id(io, root / RUN, known)) if rank == 0 else disks.share_run(None)
         run = _run_id(io, root / RUN, lambda: told)
         if run != told:
             raise SnapshotError(f"'{root}' holds run {run}, that of rank 0 holds run {told}")
@@ -72,4 +71,4 @@ def own(
 def _run_id(io: _C.Io, path: Path, known_run: Callable[[], str | None]) -> str:
     if not path.exists():
         publish(io, path, to_bytes(Run(FORMATS[Run], known_run() or secrets.token_hex(16))))
-    return from_bytes(Run, _C.read_small(io, path, _RUN_BYTES), f"'{path}'").run
+    return from_bytes(Run, _C.read_small(io, path, RUN_BYTES), f"'{path}'").run

@@ -16,6 +16,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,18 @@ from typing import Any
 from plait import _C
 from plait.ckpt.disks import place_of
 from plait.ckpt.errors import SnapshotDamaged, SnapshotError
-from plait.ckpt.manifest import DataFile
+from plait.ckpt.manifest import (
+    FILE_NAME,
+    MANIFEST,
+    MAX_JSON_BYTES,
+    DataFile,
+    FileEntry,
+    Manifest,
+    from_bytes,
+    sha256,
+)
 from plait.ckpt.peer_server import MAX_LINE, Server
-from plait.ckpt.store import CHUNK_BYTES, Blocks, DirStore, read_copy_manifest
+from plait.ckpt.store import CHUNK_BYTES, Blocks, DirStore
 
 
 @dataclass(frozen=True)
@@ -136,7 +146,8 @@ class Peers:
         prefix = f"plait/{session}/peer"
         store.set(f"{prefix}/{rank}", json.dumps([partner.host, server.server_address[1], token, place_of(root)]))
         addresses = [json.loads(store.get(f"{prefix}/{other}")) for other in range(world_size)]
-        self._target = partners([str(address[3]) for address in addresses], partner.shift)[rank]
+        self._homes = [str(address[3]) for address in addresses]
+        self._target = partners(self._homes, partner.shift)[rank]
         self._peers = [PeerStore(address, partner.timeout_s) for address in addresses]
 
     def send(self, folder: Path, files: Sequence[DataFile]) -> None:
@@ -151,7 +162,9 @@ class Peers:
 
     def unions(self) -> list[Union]:
         """Returns all roots as one place: first with the own root preferred, then with the others."""
-        others = [peer for rank, peer in enumerate(self._peers) if rank != self._rank]
+        there = {place: peer for peer, place in zip(reversed(self._peers), reversed(self._homes), strict=True)}
+        del there[self._homes[self._rank]]
+        others = list(there.values())  # the first rank of each other root
         return [Union([self._own, *others]), Union([*others, self._own])]
 
     def give_up(self, folder: Path, reason: str) -> None:
@@ -175,10 +188,15 @@ def join_peers(
     return Peers(partner, store, root, io, session, rank, world_size)
 
 
-class Union:
-    """Several roots as one store for reading. A snapshot is there when all its files are, in whichever roots.
+_Copy = tuple[int, DirStore | PeerStore]  # bytes of a file, and whose it is
 
-    steps() is the same on all ranks as long as nobody writes, as in a restore.
+
+class Union:
+    """Several roots as one store for reading. Of each file that root counts, the nearest first, where it has the size
+    and (a small one) the digest of the manifest; of several manifests the one that most of the files there fit.
+
+    steps() is what is in any root, whole or not, and the same on all ranks as long as nobody writes, as in a restore:
+    who opens a snapshot says what is missing.
     """
 
     url = "peers:"
@@ -186,35 +204,64 @@ class Union:
 
     def __init__(self, places: Sequence[DirStore | PeerStore]) -> None:
         self._places = places
-        self._owners: dict[str, dict[str, DirStore | PeerStore]] = {}
+        self._folders: dict[str, _Folder] = {}
 
     def steps(self) -> list[tuple[int, int, str]]:
-        found = sorted({step for place in self._places for step in place.steps()}, reverse=True)
-        return [step for step in found if self._is_whole(step[2])]
+        return sorted({step for place in self._places for step in place.steps()}, reverse=True)
 
     def files(self, folder: str) -> dict[str, int]:
-        sizes: dict[str, int] = {}
-        owners: dict[str, DirStore | PeerStore] = {}
-        for place in self._places:
-            for name, size in place.files(folder).items():
-                sizes.setdefault(name, size)
-                owners.setdefault(name, place)
-        self._owners[folder] = owners
-        return sizes
+        found = self._folders[folder] = _Folder(folder, self._places)
+        return {name: copies[0][0] for name, copies in found.copies.items()}
 
     def get(self, folder: str, name: str, start: int, stop: int) -> bytes:
-        if folder not in self._owners:
+        if folder not in self._folders:
             self.files(folder)
-        if name not in self._owners[folder]:
-            raise FileNotFoundError(2, "no rank has it", f"{self.url}{folder}/{name}")
-        return self._owners[folder][name].get(folder, name, start, stop)
+        return self._folders[folder].get(name, start, stop)
 
-    def _is_whole(self, folder: str) -> bool:
+
+class _Folder:
+    """One snapshot in several roots. copies: (bytes, root) of each file, the one to read first."""
+
+    def __init__(self, name: str, places: Sequence[DirStore | PeerStore]) -> None:
+        self._name, self._wanted = name, dict[str, FileEntry]()
+        self.copies: dict[str, list[_Copy]] = {}
+        for place in places:
+            for file, size in place.files(name).items():
+                self.copies.setdefault(file, []).append((size, place))
+        best = max((m for m in map(self._manifest, self.copies.get(MANIFEST, ())) if m is not None), default=None)
+        if best is not None:
+            *_, at, self._wanted = best
+            copies = self.copies[MANIFEST]
+            copies.insert(0, copies.pop(-at))
+        for file, entry in self._wanted.items():
+            self.copies.get(file, []).sort(key=lambda copy, entry=entry: copy[0] != entry.bytes)  # type: ignore[misc]
+
+    def _manifest(self, copy: _Copy) -> tuple[int, int, str, int, dict[str, FileEntry]] | None:
+        """Returns how many files here fit the manifest of one root, its epoch and attempt, minus its place, and its
+        files; None when it is none."""
+        size, place = copy
         try:
-            wanted = {entry.name: entry.bytes for entry in read_copy_manifest(self, folder).files}
-        except (SnapshotDamaged, FileNotFoundError):
-            return False
-        return wanted.items() <= self.files(folder).items()
+            data = place.get(self._name, MANIFEST, 0, min(size, MAX_JSON_BYTES + 1))
+            manifest = from_bytes(Manifest, data, MANIFEST)
+        except (SnapshotDamaged, OSError):
+            return None  # where all are, the reader says why
+        wanted = {entry.name: entry for entry in manifest.files}
+        sizes = {(file, size) for file, copies in self.copies.items() for size, _ in copies}
+        fits = sum((entry.name, entry.bytes) in sizes for entry in manifest.files)
+        return fits, manifest.epoch, manifest.attempt, -self.copies[MANIFEST].index(copy), wanted
+
+    def get(self, name: str, start: int, stop: int) -> bytes:
+        if name not in self.copies:
+            raise FileNotFoundError(2, "no rank has it", f"{Union.url}/{self._name}/{name}")
+        entry, copies = self._wanted.get(name), self.copies[name]
+        if entry is None or FILE_NAME.fullmatch(name) or (start, stop) != (0, entry.bytes):
+            return copies[0][1].get(self._name, name, start, stop)
+        for _, place in copies:
+            with suppress(OSError):  # another one has it
+                data = place.get(self._name, name, start, stop)
+                if sha256(data) == entry.sha256:
+                    return data
+        return copies[0][1].get(self._name, name, start, stop)  # whose reader says what is wrong
 
 
 def _blocks(folder: Path, file: DataFile) -> Iterator[memoryview]:

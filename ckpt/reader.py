@@ -108,8 +108,13 @@ class SnapshotReader:
         self.bytes_read, self.filled = 0, list[str]()
 
     @property
+    def location(self) -> Path | str:
+        """The folder, or the URL of a copy that is in none."""
+        return self.folder
+
+    @property
     def place(self) -> str:  # for people
-        return str(self.folder)
+        return str(self.location)
 
     @cached_property
     def fragments(self) -> tuple[Fragment, ...]:
@@ -118,27 +123,28 @@ class SnapshotReader:
 
     def fragment(self, rank: int) -> Fragment:
         """Reads one fragment, checked against the manifest."""
-        path = self.folder / fragment_name(rank)
-        fragment = from_bytes(Fragment, self._content(path.name, self.stored(path.name)), f"'{path}'")
+        name = fragment_name(rank)
+        where = f"'{self.place}/{name}'"
+        fragment = from_bytes(Fragment, self._content(name, self.stored(name)), where)
         said = (fragment.rank, fragment.attempt, fragment.step, fragment.world_size)
         if said != (rank, self.manifest.attempt, self.manifest.step, self.manifest.world_size):
-            raise SnapshotDamaged(f"'{path}' belongs to another snapshot: {said}")
+            raise SnapshotDamaged(f"{where} belongs to another snapshot: {said}")
         self._check_files(fragment)
         return fragment
 
     @cached_property
     def table(self) -> Table:
         """All tensors, proven to be covered exactly once."""
-        table = covered_table(self.fragments, f"'{self.folder}'")
+        table = covered_table(self.fragments, f"'{self.place}'")
         if table.aliases != self.manifest.aliases or len(table.tensors) != self.manifest.num_tensors:
-            raise SnapshotDamaged(f"'{self.folder}': the manifest and the fragments name different tensors")
+            raise SnapshotDamaged(f"'{self.place}': the manifest and the fragments name different tensors")
         return table
 
     @cached_property
     def values(self) -> dict[str, Any]:
         """All shared values by name, as in the file (see values.decode)."""
         data = self._content(OBJECTS, self.stored(OBJECTS))
-        return from_bytes(Objects, data, f"'{self.folder / OBJECTS}'").values
+        return from_bytes(Objects, data, f"'{self.place}/{OBJECTS}'").values
 
     def read(self, targets: Iterable[Target]) -> None:
         """Fills all targets.
@@ -204,7 +210,7 @@ class SnapshotReader:
             damage = SnapshotDamaged(f"{error}{self._tensors_at(key, int(error.block), file)}")
             damage.__cause__ = error
         except OSError as error:
-            damage = SnapshotDamaged(f"'{self.folder / file.name}' cannot be read: {error}")
+            damage = SnapshotDamaged(f"'{self.place}/{file.name}' cannot be read: {error}")
             damage.__cause__ = error
         spare = self._spare(self.manifest.attempt) if self._spare is not None else None
         if spare is None or spare.manifest.attempt != self.manifest.attempt:
@@ -212,7 +218,7 @@ class SnapshotReader:
         if spare.fragments[key[0]].data_file(key[1]) != file:
             raise damage
         spare._ranges(key, requests)
-        self.filled.append(f"{damage}; filled from '{spare.folder}'")
+        self.filled.append(f"{damage}; filled from '{spare.place}'")
 
     def _read_blocks(self, key: FileKey, file: DataFile, requests: list[Request]) -> int:
         """Fills the requests with verified bytes; returns the bytes read. ChecksumError or OSError."""
@@ -250,13 +256,13 @@ class SnapshotReader:
 
     def stored(self, name: str) -> bytes:
         """Returns a small file of the manifest as it is stored, its digest checked."""
-        entry, path = self._entries[name], self.folder / name
+        entry, where = self._entries[name], f"'{self.place}/{name}'"
         try:
             data = self._fetch(name, entry.bytes)
         except OSError as error:
-            raise SnapshotDamaged(f"'{path}' cannot be read: {error}") from error
+            raise SnapshotDamaged(f"{where} cannot be read: {error}") from error
         if sha256(data) != entry.sha256:
-            raise SnapshotDamaged(f"'{path}' does not have the digest that the manifest says")
+            raise SnapshotDamaged(f"{where} does not have the digest that the manifest says")
         return data
 
     def _check_files(self, fragment: Fragment) -> None:
@@ -267,13 +273,13 @@ class SnapshotReader:
         names = [data_name(fragment.rank)] * (fragment.file is not None) + [base.name for base in fragment.bases]
         if listed != held or [file.name for file in files] != names:
             raise SnapshotDamaged(
-                f"'{self.folder}': manifest and fragment of rank {fragment.rank} disagree about its data file"
+                f"'{self.place}': manifest and fragment of rank {fragment.rank} disagree about its data file"
             )
         for file in files:
             self._check_file(file, None if fragment.parts else self._entries[file.name])
         for part in fragment.parts:
             if part != self._entries[part.name]:
-                raise SnapshotDamaged(f"'{self.folder / part.name}': its size or digest is not that of the manifest")
+                raise SnapshotDamaged(f"'{self.place}/{part.name}': its size or digest is not that of the manifest")
 
     def _check_file(self, file: DataFile, entry: FileEntry | None) -> None:
         """Sizes and checksums before anything is allocated. entry: None for a file that is stored in parts."""
@@ -281,4 +287,4 @@ class SnapshotReader:
         blocks = -(-file.bytes // file.block_bytes) if legal else -1
         said = entry is None or (file.bytes, file.digest) == (entry.bytes, entry.sha256)
         if not said or blocks != len(file.crc32c):
-            raise SnapshotDamaged(f"'{self.folder / file.name}': its checksums are not those that the manifest says")
+            raise SnapshotDamaged(f"'{self.place}/{file.name}': its checksums are not those that the manifest says")

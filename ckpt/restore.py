@@ -32,13 +32,14 @@ from plait.ckpt.values import decode
 class Report:
     """What a restore did. Names are those of the snapshot ("model/norm.weight").
 
-    missing: in the state only, allowed and left as they were. unexpected: in the snapshot only, allowed and not read.
-    per_rank_missing: PerRank values that the snapshot has for other ranks only; left as they were. cast: tensors
-    converted to the state's dtype. skipped: newer snapshots passed over, with the reason.
-    filled: damage of this copy that another one made good.
+    folder: of the copy that was read; a text, its URL, where it is in a store or with partners. missing: in the state
+    only, allowed and left as they were. unexpected: in the snapshot only, allowed and not read. per_rank_missing:
+    PerRank values that the snapshot has for other ranks only; left as they were. cast: tensors converted to the
+    state's dtype. skipped: newer snapshots passed over, with the reason. filled: damage of this copy that another one
+    made good.
     """
 
-    folder: Path
+    folder: Path | str
     saved_world_size: int
     saved_grid: dict[str, int]
     num_tensors: int
@@ -122,7 +123,7 @@ def restore_state(
         reader, match = opened.reader, opened.match
         assert reader is not None and match is not None
         report = Report(
-            folder=reader.folder,
+            folder=reader.location,
             saved_world_size=reader.manifest.world_size,
             saved_grid=reader.manifest.grid,
             num_tensors=len(match.targets),
@@ -182,7 +183,7 @@ def _read(reader: SnapshotReader, match: _Match) -> tuple[str, str]:
     except SnapshotDamaged as error:
         return "damaged", str(error)
     except OSError as error:  # of a store
-        return "damaged", f"'{reader.folder}' cannot be read: {error}"
+        return "damaged", f"'{reader.place}' cannot be read: {error}"
     return "ok", reader.manifest.attempt
 
 
@@ -198,7 +199,7 @@ def _common_verdict(folder: Candidate, words: list[list[Any]]) -> str | None:
         if status == "damaged":
             return f"rank {rank}: {text}" if many else text
     if len({word[2] for word in words}) > 1:
-        raise SnapshotError(f"the ranks see different snapshots under '{folder.name}'")
+        return "the ranks see different snapshots of that name"
     return None
 
 
@@ -262,7 +263,7 @@ def _unexpected(reader: SnapshotReader, words: list[list[Any]], wanted: Wanted) 
     unexpected = sorted(name for name in names if name not in known)
     refused = [name for name in unexpected if not _allowed(name, wanted.allow_unexpected)]
     if refused:
-        raise StateError(f"{reader.folder}: not in the state of any rank: {_names(refused)}")
+        raise StateError(f"{reader.place}: not in the state of any rank: {_names(refused)}")
     return tuple(unexpected)
 
 

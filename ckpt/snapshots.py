@@ -20,13 +20,13 @@ from plait import _C
 from plait.ckpt.agree import Agreement
 from plait.ckpt.aside import METRICS, check_metrics
 from plait.ckpt.background import Background
-from plait.ckpt.candidates import candidates, newest_valid
+from plait.ckpt.candidates import Seen, candidates, newest_step, newest_valid
 from plait.ckpt.capture import Capturer
 from plait.ckpt.commit import Writer
 from plait.ckpt.crypt import Key, load_key
 from plait.ckpt.disks import Disks
 from plait.ckpt.errors import SnapshotError
-from plait.ckpt.group import launch_of_group
+from plait.ckpt.group import options_of_group
 from plait.ckpt.handle import Handle
 from plait.ckpt.keep import Policy
 from plait.ckpt.lock import RootLock
@@ -108,7 +108,7 @@ class Snapshots:
         self._session = f"{(secrets.randbits(64) if session is None else session) & (2**64 - 1):016x}"
         self._grid = dict(grid or {})
         self._io = io or _C.PosixIo()
-        self._threads, self._key = threads, load_key(key, key_file)
+        self._key = load_key(key, key_file)
         self._tiers = Tiers(tiers, self._io, self._session, self._key, threads)
         stop = threading.Event()
         disks = Disks(store, self._io, self._session, rank, world_size, self.root) if store is not None else None
@@ -116,6 +116,7 @@ class Snapshots:
         peers = self._tiers.join(partner, store, self.root, rank, world_size)
         writer = Writer(self._io, self.root, rank, world_size, *limits, self._key, disks, peers, reuse_files)
         self._agreement = Agreement(writer, Path(agreement_root or root).absolute(), self._session)
+        self._seen = Seen(self._io, self.root, threads, self._tiers, self._key, self._agreement)
         self._capturer: Capturer | None = None
         self._background: Background | None = None
         self._lock: RootLock | None = None
@@ -140,8 +141,8 @@ class Snapshots:
     @classmethod
     def of_process_group(cls, root: str | Path, **options: Any) -> Snapshots:
         """Makes the object on all ranks of torch.distributed's default group, whose rank, world size and session it
-        asks for (plait.ckpt.group); the same as `Snapshots(root, **options)` when there is no group."""
-        return cls(root, **{**launch_of_group(), **options})
+        asks for, with store=True or `partner` also its store. Without a group the same as `Snapshots(root, ...)`."""
+        return cls(root, **options_of_group(options))
 
     def save(
         self,
@@ -228,7 +229,7 @@ class Snapshots:
         """
         self.wait()
         wanted = Wanted(tuple(allow_missing), tuple(allow_unexpected), cast if cast is not None else False)
-        listed = partial(candidates, self._io, self.root, step, self._threads, self._tiers, self._key)
+        listed = partial(candidates, self._seen, step)
         return restore_state(listed, self.root, self.rank, self._agreement, state, wanted)
 
     def settle(self) -> None:
@@ -237,10 +238,9 @@ class Snapshots:
         self._agreement.clear()
 
     def latest(self) -> int | None:
-        """Returns the step of the newest snapshot whose manifest verifies, here or in a tier, or None."""
-        folder = newest_valid(self._io, self.root, self._key) if not self._tiers.unions else None
-        steps = [copy.step for copy in self._tiers.copies(None)] + ([] if folder is None else [folder.step])
-        return max(steps, default=None)
+        """Returns the step of the newest snapshot with right manifest and sizes, here or in a tier (with disks of
+        their own: on all ranks, which call it together); None: there is none. SnapshotError: none is good."""
+        return newest_step(self._seen)
 
     def wait(self) -> None:
         """Waits for the save in flight; raises its error, or that of an earlier one, unless it was raised before."""

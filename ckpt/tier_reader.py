@@ -40,15 +40,15 @@ class TierReader(SnapshotReader):
         self._cipher: Cipher | None = None if key is None else key.cipher(self.manifest.attempt)
 
     @property
-    def place(self) -> str:
-        return f"{self._store.url}/{self._place}"
+    def location(self) -> Path | str:
+        return self.folder if self._store.local is not None else f"{self._store.url}/{self._place}"
 
     def verify(self, rank: int) -> list[str]:
         """As of any snapshot, and each part by its digest: also bytes that no decoder looks at."""
         damage = super().verify(rank)
         for part in self.fragments[rank].parts:
             if sha256(self._store.get(self._place, part.name, 0, part.bytes)) != part.sha256:
-                damage.append(f"'{self.folder / part.name}' does not have the digest that the manifest says")
+                damage.append(f"'{self.place}/{part.name}' does not have the digest that the manifest says")
         return damage
 
     def _open_manifest(self) -> Manifest:
@@ -71,7 +71,7 @@ class TierReader(SnapshotReader):
 
     def _fetch(self, name: str, num_bytes: int) -> bytes:
         if num_bytes > MAX_JSON_BYTES:
-            raise SnapshotDamaged(f"'{self.folder / name}' has {num_bytes} bytes")
+            raise SnapshotDamaged(f"'{self.place}/{name}' has {num_bytes} bytes")
         return self._store.get(self._place, name, 0, num_bytes)
 
     def _content(self, name: str, stored: bytes) -> bytes:
@@ -86,8 +86,8 @@ class TierReader(SnapshotReader):
             count = 0
             for block, data in fetch(key, file, *run):
                 if _C.crc32c(data) != file.crc32c[block]:
-                    error = _C.ChecksumError(f"'{self.folder / file.name}': block {block} has another CRC32C")
-                    error.path, error.block = str(self.folder / file.name), block  # as the C++ reader says it
+                    error = _C.ChecksumError(f"'{self.place}/{file.name}': block {block} has another CRC32C")
+                    error.path, error.block = f"{self.place}/{file.name}", block  # as the C++ reader says it
                     raise error
                 _copy_out(data, block * file.block_bytes, requests)
                 count += len(data)

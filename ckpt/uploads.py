@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,9 +132,10 @@ class Tiers:
         """Opens the same snapshot with the roots of the other ranks first, then with the tiers."""
         for step, _, folder in self.unions[1].steps():
             if step == int(attempt.partition("-")[0]):
-                reader = TierReader(self.unions[1], folder, self._threads, self._key, self.spare)
-                if reader.manifest.attempt == attempt:
-                    return reader
+                with suppress(SnapshotDamaged, OSError):  # of another generation
+                    reader = TierReader(self.unions[1], folder, self._threads, self._key, self.spare)
+                    if reader.manifest.attempt == attempt:
+                        return reader
         return None
 
     def spare(self, attempt: str) -> SnapshotReader | None:

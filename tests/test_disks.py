@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from plait import _C
-from plait.ckpt import PerRank, Sharded, SnapshotError, Snapshots
+from plait.ckpt import PerRank, Sharded, SnapshotError, Snapshots, Tier
 from plait.ckpt.partner import Partner
 from plait.ckpt.reader import SnapshotReader, read_manifest
 from tests.faults import failing, on_ranks, threads_end
@@ -190,3 +190,43 @@ def test_ranks_of_one_folder_with_a_store_are_one_disk(tmp_path):
 
     on_ranks(2, save)
     assert is_restored(tmp_path / "one", 1)
+
+
+@pytest.mark.parametrize("tier", [True, False], ids=["with a tier", "alone"])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_node_that_lost_its_disk_and_one_that_did_not_restore_the_same(tmp_path, tier, lost):
+    """Steps 1 to 3 on the disks, 2 in the tier: all take 2, and say why not 3; without a tier there is no way back,
+    which all hear at once, and nobody takes it for a new run."""
+    store = dist.HashStore()
+
+    def launch(session, work):
+        def one(rank):
+            tiers = [Tier(tmp_path / "shared", every=2)] if tier else []
+            with opened(tmp_path, store, rank, session=session, tiers=tiers) as snapshots:
+                work(snapshots, rank)
+
+        on_ranks(2, one)
+
+    def save(snapshots, rank):
+        assert snapshots.latest() is None
+        for step in (1, 2, 3):
+            snapshots.save(step, state_of(rank, step)).wait("remote")
+
+    def restore(snapshots, rank):
+        blank, wanted = state_of(rank, 0), state_of(rank, 2)
+        text = f"rank {lost}: has no copy of it, here or in a tier"
+        if not tier:
+            for ask in (snapshots.latest, lambda: snapshots.restore(blank)):
+                with pytest.raises(SnapshotError, match=f"step-000000003: {text}"):
+                    ask()
+            return
+        assert snapshots.latest() == 2
+        restored = snapshots.restore(blank)
+        assert (restored.step, restored.report.skipped) == (2, (("step-000000003", text),))
+        assert torch.equal(blank["shared"], wanted["shared"]) and restored.values["rank"] == rank
+        assert torch.equal(blank["rows"].tensor, wanted["rows"].tensor)
+        snapshots.save(3, state_of(rank, 3)).wait()
+
+    launch(1, save)
+    shutil.rmtree(roots_of(tmp_path)[lost])
+    launch(2, restore)

@@ -140,6 +140,69 @@ def test_a_damaged_copy_gives_way_to_the_partners(nodes):
     assert restore_all(nodes, session=2) == [1, 1]
 
 
+@pytest.mark.parametrize("name", ["MANIFEST.json", "objects.json", "r00000.json", "r00001.json", "data"])
+@pytest.mark.parametrize("how", ["truncated", "flipped", "removed"])
+def test_any_file_of_one_root_may_be_damaged_while_the_other_has_it(nodes, name, how):
+    """On rank 0's node in step 1, on rank 1's in step 2: all ranks still see the same, newest snapshot."""
+    store = HashStore()
+
+    def work(rank: int) -> None:
+        with open_on(nodes, store, rank, session=1) as snapshots:
+            for step in (1, 2):
+                snapshots.save(step, state(step, rank)).wait()
+
+    on_ranks(2, work)
+    for rank in (0, 1):
+        path = nodes[rank] / f"step-00000000{rank + 1}" / (name if name != "data" else f"r0000{rank}.safetensors")
+        if how == "flipped":
+            flip(path, 100 if path.suffix == ".json" else 9000)
+        elif how == "truncated":
+            os.truncate(path, path.stat().st_size - 30)
+        else:
+            path.unlink()
+    assert restore_all(nodes, session=2) == [2, 2]
+
+
+def test_both_nodes_of_a_file_lost_at_once_is_said_and_is_no_new_run(nodes):
+    """Three nodes; ranks 1 and 2 are lost, and with them both copies of rank 1's file of all steps but one."""
+    roots = [nodes[0].with_name(name) for name in "abc"]
+    for step in (1, 2):
+        store = HashStore()
+
+        def save(rank: int, step: int = step, store: HashStore = store) -> None:
+            launch = {"rank": rank, "world_size": 3, "session": step, "timeout_s": 60.0}
+            with Snapshots(roots[rank], store=store, partner=Partner("127.0.0.1"), **launch) as snapshots:
+                snapshots.save(step, crowd_state(step, rank, 3)).wait()
+
+        on_ranks(3, save)
+
+    def look(kept: set[str], session: int, saved: int | None) -> None:
+        for root in roots:
+            for folder in root.glob("step-*"):
+                if f"{root.name}{int(folder.name[5:])}" not in kept:
+                    shutil.rmtree(folder)
+        store = HashStore()
+
+        def work(rank: int) -> None:
+            launch = {"rank": rank, "world_size": 3, "session": session, "timeout_s": 60.0, "read_only": True}
+            with Snapshots(roots[rank], store=store, partner=Partner("127.0.0.1"), **launch) as snapshots:
+                if saved is not None:
+                    restored = snapshots.restore(crowd_state(0, rank, 3))
+                    assert snapshots.latest() == restored.step == saved
+                    assert "step-000000002/r00001.safetensors' is missing" in str(restored.report.skipped)
+                else:
+                    for ask in (snapshots.latest, lambda: snapshots.restore(crowd_state(0, rank, 3))):
+                        with pytest.raises(SnapshotError, match=r"step-000000002/r00001.safetensors' is missing"):
+                            ask()
+                both.wait(30)
+
+        both = threading.Barrier(3)
+        on_ranks(3, work)
+
+    look({"a1", "b1", "c1", "a2"}, 3, 1)
+    look({"a1", "a2"}, 4, None)
+
+
 def test_a_copy_is_there_while_the_partner_renames_its_own_files(nodes, monkeypatch):
     """Each time an attempt is listed, a small file of it gets its final name between the listing and a look at it."""
     scan, store, listed = os.scandir, HashStore(), []
