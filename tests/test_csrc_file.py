@@ -212,27 +212,28 @@ def test_unknown_actions_are_refused():
 
 
 def test_another_python_thread_runs_during_a_call(tmp_path):
-    """Opening a fifo waits for its writer, another Python thread, which the endless switch interval keeps from
-    running until the call lets go of the GIL: if it did not, this would never end."""
+    """Opening a fifo for writing waits for its reader, another Python thread, which the endless switch interval keeps
+    from running until the call lets go of the GIL: if it did not, this would never end."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     start = threading.Event()
 
-    def write() -> None:
+    def read() -> None:
         start.wait()
-        open(fifo, "wb").close()
+        open(fifo, "rb").close()
 
-    thread = threading.Thread(target=write)
+    thread = threading.Thread(target=read)
     thread.start()
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1000.0)
     try:
         start.set()
-        data = _C.read_small(_C.PosixIo(), fifo, 0)
+        with pytest.raises(OSError, match="sync") as caught:  # what was opened has no disk behind it
+            _C.write_small(_C.PosixIo(), fifo, b"", exclusive=False)
     finally:
         sys.setswitchinterval(interval)
     thread.join()
-    assert data == b""
+    assert caught.value.errno == errno.EINVAL
 
 
 def test_names_that_are_not_utf8(tmp_path):
