@@ -126,7 +126,8 @@ class Capturer:
             block_bytes=BLOCK_BYTES,
             threads=self._threads,
         )
-        captured.stage, captured.flight = stage, Flight(step, stage, _hold(flat, plan), plan.names)
+        captured.stage = stage
+        captured.flight = Flight(step, stage, _hold(flat, plan, stage.slabs > 1), plan.names)
         captured.pool, captured.on_device = pool, plan.on_device and captured.slabs == 1
         return captured
 
@@ -240,13 +241,16 @@ class Capturer:
             warnings.warn(f"snapshots: the staging memory is not page-locked: {error}", RuntimeWarning, stacklevel=2)
 
 
-def _hold(flat: Flat, plan: _Plan) -> list[Held]:
+def _hold(flat: Flat, plan: _Plan, in_slabs: bool = False) -> list[Held]:
     """Returns the tensors that are read after the call, as they are now; from here on those of the host stay where
-    they are."""
+    they are. In slabs those of a device are not among them: the call itself copies them."""
     held = []
     for lazy in plan.lazy:
-        tensors = tensors_of(flat, lazy.names)
-        held.append(Held(lazy.owner, lazy.names, tensors, versions_of(tensors), lazy.ranges))
+        names, tensors = lazy.names, tensors_of(flat, lazy.names)
+        if in_slabs:
+            kept = [at for at, tensor in enumerate(tensors) if not tensor.is_cuda]
+            names, tensors = [names[at] for at in kept], [tensors[at] for at in kept]
+        held.append(Held(lazy.owner, names, tensors, versions_of(tensors), lazy.ranges))
         hold_in_place(tensors)
     return held
 

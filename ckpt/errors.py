@@ -5,6 +5,11 @@ Errors of the machine (disk full, no permission) stay OSError with errno and pat
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 
 class SnapshotError(RuntimeError):
     """A snapshot cannot be written, found or read; the text names folder, file, tensor and reason."""
@@ -29,3 +34,14 @@ class StateError(SnapshotError, ValueError):
 class TornSnapshot(SnapshotError):
     """A tensor of a guarded optimizer was changed before it was captured, and not by that optimizer; nothing was
     committed."""
+
+
+@contextmanager
+def naming(operation: str, path: Path) -> Iterator[None]:
+    """Adds operation and path to an OSError of a call that knows only a descriptor."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, f"{operation}: {os.strerror(error.errno)}", str(path)) from error

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plait import _C
-from plait.ckpt.errors import SnapshotDamaged, SnapshotError
+from plait.ckpt.errors import SnapshotDamaged, SnapshotError, naming
 from plait.ckpt.folders import StepFolder, parse_step, remove_step, step_folders
 from plait.ckpt.lock import NO_FLOCK
 from plait.ckpt.manifest import MANIFEST
@@ -184,7 +184,8 @@ def reading(folder: Path) -> Iterator[None]:
     fd = os.open(folder / MANIFEST, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         try:
-            fcntl.flock(fd, fcntl.LOCK_SH)
+            with naming("flock", folder / MANIFEST):
+                fcntl.flock(fd, fcntl.LOCK_SH)
         except OSError as error:
             if error.errno not in NO_FLOCK:
                 raise
@@ -199,7 +200,8 @@ def _alone(folder: Path) -> Iterator[bool]:
     fd = os.open(folder / MANIFEST, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with naming("flock", folder / MANIFEST):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             free = False
         except OSError as error:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from plait.ckpt.errors import SnapshotError, SnapshotLocked
+from plait.ckpt.errors import SnapshotError, SnapshotLocked, naming
 from plait.ckpt.owner import describe_owner, owner_is_alive, owner_is_here, read_record, this_process
 
 LEASE_S = 120.0  # an owner on another host that was not seen for so long is dead
@@ -52,7 +52,8 @@ class Lease:
     def _take(self) -> None:
         mine = self.path.with_name(f"LOCK.lease.{secrets.token_hex(8)}")
         try:
-            with open(os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            fd = os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with naming("write", mine), open(fd, "wb") as file:
                 file.write(json.dumps(self._record).encode() + b"\n")
                 os.fsync(file.fileno())
             try:

@@ -15,7 +15,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from plait.ckpt.errors import SnapshotError, SnapshotLocked
+from plait.ckpt.errors import SnapshotError, SnapshotLocked, naming
 from plait.ckpt.lease import Lease
 from plait.ckpt.owner import describe_owner, owner_is_alive, read_record, this_process
 
@@ -49,7 +49,8 @@ class RootLock:
     def _take(self) -> None:
         me = {**this_process(), "session": self._session}
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with naming("flock", self.path):
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise SnapshotLocked(f"'{self.path}' is held by {describe_owner(self.record())}") from None
         except OSError as error:
@@ -95,7 +96,8 @@ class RootLock:
             if self._lease is not None:
                 self._lease.close()
             else:  # a child forked a moment ago may not have run yet and still hold its copy: this reaches it too
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
+                with naming("flock", self.path):
+                    fcntl.flock(self._fd, fcntl.LOCK_UN)
         finally:
             self._release()
 
@@ -106,9 +108,10 @@ class RootLock:
 
     def _write(self, record: dict[str, Any]) -> None:
         data = json.dumps(record).encode() + b"\n"
-        os.pwrite(self._fd, data, 0)
-        os.ftruncate(self._fd, len(data))
-        os.fsync(self._fd)
+        with naming("write", self.path):
+            os.pwrite(self._fd, data, 0)
+            os.ftruncate(self._fd, len(data))
+            os.fsync(self._fd)
 
 
 def refuse_if_held(root: Path) -> None:
@@ -122,7 +125,8 @@ def refuse_if_held(root: Path) -> None:
     if not owner_is_alive(record):  # or on another host, where only the flock can tell
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            with naming("flock", path):
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return
         except BlockingIOError:
             pass

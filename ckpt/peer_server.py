@@ -45,14 +45,17 @@ class Taken:
         try:
             self._root.begin(folder.removeprefix(".tmp-"))
             self._root.put_stream(folder, name, num_bytes, blocks)
-            with self._lock:
-                self._check(folder)
+            self.check(folder)
         except OSError:
             with suppress(OSError):  # the first error counts
                 self._root.discard(folder, name)
-            with self._lock:
-                self._check(folder)  # the reason, not what its end did to this file
+            self.check(folder)  # the reason, not what its end did to this file
             raise
+
+    def check(self, folder: str) -> None:
+        """OSError, with why, when the attempt was given up."""
+        with self._lock:
+            self._check(folder)
 
     def give_up(self, folder: str, reason: str) -> None:
         """Removes what was taken for an attempt, and takes nothing more for it or an earlier one."""
@@ -131,7 +134,10 @@ class Request(socketserver.StreamRequestHandler):
         if not (parse_step(Path(folder)) or is_attempt(folder)) or "/" in name or name.startswith("."):
             raise ValueError(f"'{folder}/{name}' is no name of a snapshot's file")
         if operation == "files":
-            return b"", {"files": root.files(folder)}
+            files = root.files(folder)
+            if is_attempt(folder):
+                self.server.taken.check(folder)  # after the look: why a file that was sent is not there any more
+            return b"", {"files": files}
         start, stop = int(request["start"]), int(request["stop"])
         if operation == "get" and 0 <= start <= stop <= start + 2 * CHUNK_BYTES:
             return root.get(folder, name, start, stop), {}

@@ -156,9 +156,9 @@ class Snapshots:
 
         All ranks call it with the same step, in the same order. One save is in flight at a time: another one waits
         for it (and is counted in `waits` unless `force`, which says that the wait is meant, as at the end of a run);
-        skipping would leave ranks with different ideas of what was saved. Raises an earlier save's error first,
-        StateError for what cannot be stored; nothing of this step is then written. metrics: noted in the manifest
-        for `keep_best` and for people; rank 0's count.
+        skipping would leave ranks with different ideas of what was saved. CUDA tensors without a guard are captured
+        in the order of the caller's current stream alone. Raises an earlier save's error first, StateError for what
+        cannot be stored; nothing of this step is then written. metrics: noted in the manifest for `keep_best`.
         """
         background, capturer = self._writing()
         if type(step) is not int or step < 0:

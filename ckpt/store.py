@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 
 from plait import _C
 from plait.ckpt.crypt import Key
-from plait.ckpt.errors import SnapshotDamaged
+from plait.ckpt.errors import SnapshotDamaged, naming
 from plait.ckpt.folders import (
     PART,
     announce,
@@ -169,9 +169,10 @@ class DirStore:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             parts: list[bytes] = []
-            while start < stop and (data := os.pread(fd, stop - start, start)):
-                parts.append(data)
-                start += len(data)
+            with naming("read", path):
+                while start < stop and (data := os.pread(fd, stop - start, start)):
+                    parts.append(data)
+                    start += len(data)
         finally:
             os.close(fd)
         if start < stop:

@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <csignal>
 #include <cstdio>
+#include <limits>
 
 namespace plait {
 namespace {
@@ -119,8 +120,14 @@ int64_t PosixIo::free_bytes(const std::string& path) {
   if (::statvfs(path.c_str(), &info) < 0) {
     return -errno;
   }
-  return static_cast<int64_t>(info.f_bavail) *
-         static_cast<int64_t>(info.f_frsize);
+  // A file system that knows no size (ramfs, one in user space) says 0 blocks,
+  // one without an end more than can be counted: writing will tell.
+  int64_t bytes = 0;
+  if (info.f_blocks == 0 ||
+      __builtin_mul_overflow(info.f_bavail, info.f_frsize, &bytes)) {
+    return std::numeric_limits<int64_t>::max();
+  }
+  return bytes;
 }
 
 }  // namespace plait

@@ -155,7 +155,7 @@ class Calls:
         if action == "crash_before":
             os._exit(KILLED)
         if action == "errno":
-            raise OSError(value, os.strerror(value), what or name)
+            raise OSError(value, os.strerror(value), what or None)  # a descriptor's call does not know its file
         if action == "short" and name == "pwrite":
             args = (args[0], memoryview(args[1])[:value], *args[2:])
         try:
@@ -164,7 +164,7 @@ class Calls:
             if action == "crash_after":
                 os._exit(KILLED)
         if action == "errno_after":
-            raise OSError(value, os.strerror(value), what or name)
+            raise OSError(value, os.strerror(value), what or None)
         return result
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from plait import _C
-from plait.ckpt import Snapshots, TornSnapshot
+from plait.ckpt import Snapshots, TornSnapshot, leaf
 from plait.ckpt.capture import BLOCK_BYTES, Capturer
 from plait.ckpt.captured import Captured
 from tests.faults import failing
@@ -109,6 +109,27 @@ def test_a_small_pool_says_what_it_will_cost_and_holds_the_fence_not_the_call(tm
         assert second.expected_hold_s > 0 and not second._flight._stage.copied
         second.fence()  # opens when all but the last slab is written
         assert second.fence_s > 0 and second._flight._stage.copied
+
+
+class OnCard(torch.Tensor):
+    """Host memory that says it is a card's."""
+
+    is_cuda, device = True, torch.device("cuda", 0)
+
+
+def test_in_slabs_a_tensor_of_a_card_is_copied_in_the_call_and_free_after_it(tmp_path, monkeypatch):
+    """A write after the save was called torn, although all had been copied."""
+    monkeypatch.setattr(leaf, "_check_plain", lambda *_: None)
+    weight = torch.arange(3 * BLOCK_BYTES // 4, dtype=torch.float32)
+    optimizer = torch.optim.SGD([weight])
+    optimizer.param_groups[0]["params"] = [weight.as_subclass(OnCard)]
+    with Snapshots(tmp_path, pool_bytes=2 * BLOCK_BYTES, pin=False) as snapshots:
+        snapshots.guard(optimizer)
+        handle = snapshots.save(1, {"w": optimizer.param_groups[0]["params"][0]})
+        weight.zero_()
+        handle.wait()
+        assert handle.slabs > 1
+    assert torch.equal(saved(tmp_path, 1, ["w"])["w"], torch.arange(weight.numel(), dtype=torch.float32))
 
 
 def test_without_a_guard_a_small_pool_holds_the_call_and_is_right(tmp_path):

@@ -11,7 +11,8 @@ import time
 import pytest
 import torch
 
-from plait.ckpt import Snapshots, Tier, lock
+from plait import _C
+from plait.ckpt import Snapshots, Tier, keep, lease, lock, store
 from plait.ckpt.errors import SnapshotError, SnapshotLocked
 from plait.ckpt.lease import Lease
 from plait.ckpt.lock import RootLock, refuse_if_held
@@ -132,8 +133,31 @@ def test_another_error_of_flock_is_not_taken_for_a_missing_one(tmp_path, monkeyp
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(fcntl, "flock", fail)
-    with pytest.raises(OSError, match="Input/output error"):
+    with pytest.raises(OSError, match="flock: Input/output error.*LOCK"):
         RootLock(tmp_path, "mine")
+    (tmp_path / "MANIFEST.json").touch()
+    with pytest.raises(OSError, match="flock: Input/output error.*MANIFEST"), keep.reading(tmp_path):
+        pass
+
+
+def test_calls_that_know_only_a_descriptor_fail_with_the_path(tmp_path):
+    """A disk gone read-only said "Read-only file system", and not where."""
+    (tmp_path / "step-000000001").mkdir()
+    (tmp_path / "step-000000001" / "f").write_bytes(b"12345")
+    there = store.DirStore(tmp_path, _C.PosixIo(), "session")
+    for module, op, work in (
+        (store, "pread", lambda: there.get("step-000000001", "f", 0, 5)),
+        (lease, "fsync", lambda: Lease(tmp_path, {"session": "mine"})),
+    ):
+        calls = Calls()
+        with faulty_os(calls, module):
+            done = work()
+        index = [name for name, _ in calls.ops].index(op)
+        if isinstance(done, Lease):
+            done.close()
+        with faulty_os(Calls([(index, "errno", errno.EIO)]), module), pytest.raises(OSError) as caught:
+            work()
+        assert caught.value.errno == errno.EIO and str(tmp_path) in caught.value.filename
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[" * 4096, b"[1]", b"\xff", b"null"])
@@ -158,7 +182,7 @@ def test_a_lock_whose_record_the_disk_refuses_at_the_end_is_let_go_all_the_same(
     assert [name for name, _ in calls.ops[count:]][:1] == ["pwrite"]
     with faulty_os(Calls([(count, "errno", errno.ENOSPC)], sticky=True), lock):
         held = RootLock(tmp_path, "second")
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(OSError, match="write: No space left.*LOCK"):
             held.close()
         held.close()
     RootLock(tmp_path, "third").close()

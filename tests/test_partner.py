@@ -24,6 +24,7 @@ from torch.distributed import HashStore, TCPStore
 
 from plait import _C
 from plait.ckpt import Sharded, SnapshotError, Snapshots
+from plait.ckpt.manifest import DataFile
 from plait.ckpt.partner import Partner, Peers, PeerStore
 from tests.faults import failing, flip, on_ranks, threads_end
 
@@ -293,6 +294,31 @@ def test_a_copy_that_did_not_fit_leaves_nothing(nodes, monkeypatch):
     both = threading.Barrier(2)
     monkeypatch.setattr(os, "pwrite", write_once_full)
     on_ranks(2, work)
+
+
+def test_a_partner_that_gave_up_after_it_took_a_copy_says_why(nodes):
+    """Its own part failed just then, and the sender found "None of 2404096 bytes" where its copy had been."""
+    peers, store, attempt = {}, HashStore(), f".tmp-1-{'0' * 16}-1"
+
+    def work(rank: int) -> None:
+        (nodes[rank] / attempt).mkdir(parents=True)
+        peers[rank] = Peers(Partner("127.0.0.1"), store, nodes[rank], _C.PosixIo(), "0" * 16, rank, 2)
+
+    on_ranks(2, work)
+    (nodes[0] / attempt / "r00000.safetensors").write_bytes(b"12345")
+    target = peers[0]._peers[1]
+    put = target.put_stream
+
+    def put_then_give_up(*what):
+        put(*what)
+        peers[1].give_up(nodes[1] / attempt, "No space left on rank 1")
+
+    target.put_stream = put_then_give_up
+    with pytest.raises(OSError, match="that save was given up: No space left on rank 1"):
+        peers[0].send(nodes[0] / attempt, [DataFile("r00000.safetensors", 5, 4096, (_C.crc32c(b"12345"),))])
+    assert not list(nodes[1].glob("*/*.safetensors"))
+    for peer in peers.values():
+        peer.close()
 
 
 def crowd_state(seed: int, rank: int, ranks: int) -> dict:
