@@ -355,6 +355,8 @@ def priorities(name):
             continue
         if stat.split("(")[1].startswith(name):
             ioprio = libc.syscall(IOPRIO_GET, 1, int(task))
+            if ioprio < 0:  # it ended since
+                continue
             found.add((int(stat.rpartition(")")[2].split()[16]), ioprio >> 13, ioprio & 0x1FFF))
     return found
 

@@ -263,7 +263,8 @@ def test_nothing_is_removed_before_the_lock_is_held_and_a_new_root_is_durable(tm
 
 
 def test_disks_of_two_runs_are_not_made_one(tmp_path):
-    saved(tmp_path / "node1", 1)
+    for node in ("node0", "node1"):  # an empty disk would take the run of the other
+        saved(tmp_path / node, 1)
     store = HashStore()
 
     def work(rank: int) -> str:
