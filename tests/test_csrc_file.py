@@ -6,8 +6,11 @@ and after. What may follow: OSError with that errno and the path, or (interrupt,
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
+import platform
+import struct
 import sys
 import threading
 
@@ -41,8 +44,9 @@ def test_an_existing_file_is_refused_and_kept(tmp_path):
         _C.write_small(_C.PosixIo(), path, DATA)
     assert caught.value.errno == errno.EEXIST and f"open '{path}'" in str(caught.value)
     assert path.read_bytes() == b"old"
-    _C.write_small(_C.PosixIo(), path, b"new", exclusive=False)
-    assert path.read_bytes() == b"new"
+    for data in (b"new", b"a longer one", b"short"):
+        _C.write_small(_C.PosixIo(), path, data, exclusive=False)
+        assert path.read_bytes() == data
 
 
 def test_a_file_above_max_bytes_is_refused(tmp_path):
@@ -68,6 +72,52 @@ def test_folder_operations(tmp_path):
     assert os.listdir(tmp_path) == []
     assert _C.free_bytes(io, tmp_path) > 0
     assert _C.free_bytes(io, "/proc") == 2**63 - 1  # knows no size, as ramfs and some in user space: not a full disk
+
+
+def test_free_bytes_are_those_that_this_user_may_have(tmp_path):
+    info = os.statvfs(tmp_path)
+    free, total = info.f_bavail * info.f_frsize, info.f_blocks * info.f_frsize
+    got = _C.free_bytes(_C.PosixIo(), tmp_path)
+    assert abs(got - free) <= abs(got - total)  # others write meanwhile
+
+
+SYSCALLS = {"x86_64": {"fsync": 74, "fdatasync": 75}, "aarch64": {"fsync": 82, "fdatasync": 83}}
+
+
+def refuse(name: str) -> None:
+    """Lets the kernel answer a system call of this process with EIO from here on (seccomp)."""
+    number = SYSCALLS[platform.machine()][name]
+    code = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x00050000 | errno.EIO), (0x06, 0, 0, 0x7FFF0000)]
+    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in code))
+    filters = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(code), ctypes.addressof(program)))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, filters, 0, 0):
+        os._exit(77)
+
+
+@pytest.mark.skipif(platform.machine() not in SYSCALLS, reason="system calls have other numbers here")
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("fsync", lambda io, p: _C.fsync_dir(io, p)),
+        ("fsync", lambda io, p: _C.write_small(io, p / "f", DATA)),
+        ("fdatasync", lambda io, p: _C.write_file(io, p / "f", DATA, [], len(DATA))),
+    ],
+)
+def test_a_sync_is_one_of_the_kernels(tmp_path, name, call):
+    """Not only of the log of FaultIo: where the kernel refuses it, it is an error."""
+    child = os.fork()
+    if child == 0:
+        refuse(name)
+        try:
+            call(_C.PosixIo(), tmp_path)
+        except OSError as error:
+            os._exit(3 if error.errno == errno.EIO and name in str(error) else 4)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status == 77:
+        pytest.skip("no seccomp here")
+    assert status == 3 and os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(

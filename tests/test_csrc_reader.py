@@ -265,6 +265,79 @@ def test_refused_direct_io_becomes_buffered(path, index):
     assert read(path, [(0, SIZE)], io, threads=1) == ([DATA], SIZE)
 
 
+@pytest.mark.timeout(60)
+def test_direct_reads_that_never_fill_a_page_end(path):
+    drop_cache(path)
+    io = _C.FaultIo([(i, "short", 100) for i in range(4, 1000)])
+    with pytest.raises(_C.ChecksumError, match="block 0 .* ends after 0"):
+        read(path, [(0, SIZE)], io, threads=1)
+    assert len(io.ops) < 100 or _C.io_facts(path.parent)["filesystem"] == "tmpfs"
+
+
+def test_no_bytes_at_all_are_not_taken_for_a_block_whose_sum_is_theirs(path):
+    """A file cut while it is read, and a writer who says that the sum is that of nothing."""
+    crcs, target = [_C.crc32c(b"")] * len(CRCS), bytearray(SIZE)
+    io = _C.FaultIo([(i, "short", 0) for i in range(2, 100)])
+    with pytest.raises(_C.ChecksumError, match="block 0 .* ends after 0"):
+        _C.read_ranges(
+            io, path, SIZE, crcs, [(0, SIZE, address_of(target))], block_bytes=BLOCK, threads=1, direct=False
+        )
+
+
+def test_two_requests_for_one_block_are_both_filled_and_no_mapping_is_left(path):
+    for cold in (True, False):
+        data, _ = read(path, [(0, SIZE), (0, SIZE)])
+        assert data == [DATA, DATA]
+        if cold:
+            path.read_bytes()
+    with open("/proc/self/maps") as maps:
+        assert str(path) not in maps.read()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_faults_of_reads_out_of_the_page_cache(tmp_path, direct):
+    """Resident blocks that go into several tensors, copied past the caches: each operation failing, interrupted and
+    short, in every step of every block. EINVAL says that the reads were buffered: of direct ones it is a refusal."""
+    path, block = tmp_path / "f", STEP + 4096  # two steps each
+    data = LONG[: block + 9000]
+    path.write_bytes(data)
+    assert path.read_bytes() == data
+    cuts = [0, 5, STEP // 2, STEP - 1, STEP + 1000, block + 3, block + 5000, len(data)]
+    crcs, target, before = _C.crc32c_blocks(data, block), bytearray(len(data)), descriptors()
+    requests = [(a, b - a, address_of(target) + a) for a, b in zip(cuts, cuts[1:], strict=False)]
+    names: list[str] = []
+
+    def run(*script: tuple[int, str, int]) -> bool:
+        target[::512] = bytes(len(target[::512]))
+        io = _C.FaultIo(list(script))
+        try:
+            _C.read_ranges(io, path, len(data), crcs, requests, block_bytes=block, threads=1, direct=direct)
+        finally:
+            names[:] = [name for name, _ in io.ops]
+        return target == data
+
+    assert run()
+    expected = names.copy()
+    assert [name for name in expected if name not in ("open", "set_direct")] == [
+        "file_size",
+        *["pread"] * 3,
+        *["close"] * (1 + direct),
+    ]
+    for index, name in enumerate(expected):
+        for number in (errno.EIO, errno.EINVAL):
+            if (name, number) != ("set_direct", errno.EINVAL):
+                with pytest.raises(OSError) as caught:
+                    run((index, "errno", number))
+                assert caught.value.errno == number and str(path) in str(caught.value)
+        assert run((index, "errno", errno.EINTR)) and len(names) == len(expected) + (name != "close")
+        for moved in (1, 63, 3000, 4095) if name == "pread" else ():
+            assert run((index, "short", moved)) and len(names) == len(expected) + 1
+        if name == "pread":
+            with pytest.raises(_C.ChecksumError, match="ends after"):
+                run((index, "short", 0))
+    assert descriptors() == before and threads() == set()
+
+
 def test_an_empty_file(tmp_path):
     (tmp_path / "f").write_bytes(b"")
     assert _C.read_ranges(_C.PosixIo(), tmp_path / "f", 0, [], [(0, 0, 0)]) == 0

@@ -6,9 +6,11 @@ Blocks are small, so that few bytes make many; the writer is the real one unless
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import threading
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -200,14 +202,148 @@ def test_refuses_what_cannot_be(pool):
     for text, (pieces, file_bytes) in cases.items():
         with pytest.raises(ValueError, match=text):
             _C.Stage(pool, HEADER, pieces, file_bytes, block_bytes=HUGE)
+    for pieces, text in (([(4096, 2**64 - 10, 4096, False)], "ends after"), ([], "file_bytes is 0")):
+        with pytest.raises(ValueError, match=text):
+            _C.Stage(pool, HEADER if pieces else b"", pieces, 9000 if pieces else 0, block_bytes=BLOCK)
     with pytest.raises(ValueError, match="threads"):
         _C.Stage(pool, HEADER, [one], 9000, threads=0)
     stage = _C.Stage(pool, HEADER, [one], 9000)
     stage.capture()
     with pytest.raises(ValueError, match="more than its bytes"):
         stage.fill(4096, 1)
+    for at in (HUGE * 2, HUGE * 1000, 1 << 60):
+        with pytest.raises(ValueError, match="more than its bytes"):
+            stage.fill(at, 1)
     with pytest.raises(ValueError, match="not inside"):
         stage.open(9000, 1)
+    slabs, memory, *_ = stage_of(pool, [3 << 20], foreign={0}, block_bytes=256 << 10)
+    with pytest.raises(ValueError, match="not inside one block"):
+        slabs.open((256 << 10) - 10, 11)
+    slabs.close()
+    del memory
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("num_eager", range(5, 10))
+def test_eager_blocks_leave_the_others_a_ring_to_go_round_in(tmp_path, pool, num_eager):
+    """A pool of eight blocks: with nine eager ones, or so many that the ring has no place, none has its own."""
+    size = 256 << 10
+    sizes = [size * num_eager - len(HEADER), 4 * size]
+    stage, memory, content, pieces = stage_of(pool, sizes, lazy={1}, block_bytes=size)
+    thread, found = writing(stage, tmp_path / "f")
+    stage.capture()
+    stage.fence([pieces[1][:2]])
+    thread.join()
+    assert "error" not in found and (tmp_path / "f").read_bytes() == content
+    del memory
+
+
+@pytest.mark.timeout(60)
+def test_every_block_of_an_eager_piece_keeps_its_slot(pool):
+    """It ends three blocks after it begins; the call does not wait for any writer."""
+    stage, memory, *_ = stage_of(pool, [3 << 20, 600 << 10, 1 << 20], lazy={0, 2}, block_bytes=256 << 10)
+    stage.capture()
+    stage.close()
+    del memory
+
+
+def test_a_fence_in_the_middle_of_a_part_copies_the_part(pool):
+    pool.close()
+    wide = _C.StagingPool(4 << 20)
+    stage, memory, content, pieces = stage_of(wide, [3 << 20], lazy={0}, block_bytes=4 << 20)
+    address = pieces[0][0]
+    stage.fence([(address + (1 << 20) + 5000, 10)])
+    changed = 1 << 20
+    memory[0][changed : changed + 900_000] = bytes(900_000)
+    stage.capture()
+    stage.wait_copied()
+    offset = stage.open(len(HEADER), 1)
+    assert wide.view(offset, 3 << 20) == content[len(HEADER) :]
+    stage.close()
+    wide.close()
+
+
+@pytest.mark.parametrize("size", [100, BLOCK, 5 * BLOCK])
+def test_a_change_behind_the_first_bytes_of_any_part_is_found(pool, size):
+    stage, memory, _, _ = stage_of(pool, [size] * 12, lazy=set(range(12)))
+    for piece in memory:
+        piece[64:] = bytes(value ^ 1 for value in piece[64:])
+    with pytest.raises(_C.TornError):
+        stage.capture()
+        stage.wait_copied()
+    stage.close()
+
+
+def test_the_first_reason_is_the_one_that_is_told(pool):
+    stage, memory, *_ = stage_of(pool, [BLOCK])
+    stage.cancel("the disk is gone")
+    stage.cancel("later")
+    stage.close()
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        stage.open(4096, 1)
+    del memory
+
+
+def has_open(path) -> int:
+    """The descriptor of a file of this process, waited for."""
+    while True:
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{fd}") == str(path):
+                    return int(fd)
+
+
+@pytest.mark.timeout(60)
+def test_a_writer_that_waits_for_a_block_is_woken_by_the_end_and_its_file_is_not_inherited(tmp_path, pool):
+    stage, memory, *_ = stage_of(pool, [BLOCK])
+    thread, found = writing(stage, tmp_path / "f")
+    flags = int(open(f"/proc/self/fdinfo/{has_open(tmp_path / 'f')}").read().split("flags:")[1].split()[0], 8)
+    assert flags & os.O_CLOEXEC
+    while not {name for name in threads() if name.startswith("plait-write")}:
+        pass
+    stage.cancel("the disk is gone")
+    thread.join()
+    assert "the disk is gone" in str(found["error"]) and not (tmp_path / "f").exists()
+    del memory
+
+
+def test_what_the_caller_still_fills_in_is_not_hashed_before(tmp_path, pool):
+    """What lies behind it in the block is in: a writer that waits hashes what it can, in the file's order."""
+    pool.view(0, HUGE)[:] = b"\xff" * HUGE
+    stage, memory, content, pieces = stage_of(pool, [1000, 1000, BLOCK], foreign={0})
+    stage.capture()
+    thread, found = writing(stage, tmp_path / "f", threads=1)
+    while not {name for name in threads() if name.startswith("plait-write")}:
+        pass
+    time.sleep(0.02)  # it has looked, most likely
+    pool.view(stage.open(pieces[0][2], 1000), 1000)[:] = memory[0]
+    stage.fill(pieces[0][2], 1000)
+    thread.join()
+    assert (tmp_path / "f").read_bytes() == content
+    assert found["result"].crcs == _C.crc32c_blocks(content, BLOCK)
+    assert stage.hashes() == [_C.xxh3_128(piece).hex() for piece in memory]
+
+
+def test_threads_that_started_for_the_call_go_on_at_low_priority(pool):
+    stage, memory, *_ = stage_of(pool, [8 << 20], lazy={0}, block_bytes=256 << 10)
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    stage.start()  # in slabs: at the call's own priority, until only lazy parts are left; then they wait for a writer
+    deadline = time.monotonic() + 20.0
+    while (nices := nices_of("plait-copy")) != {max(own, 10)} and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    assert nices == {max(own, 10)}
+    stage.close()
+    del memory
+
+
+def nices_of(name):
+    """How nice the threads of this process are whose names begin so."""
+    found = set()
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as file:
+            if file.read().startswith(name):
+                found.add(os.getpriority(os.PRIO_PROCESS, int(task)))
+    return found
 
 
 def first_byte(path):
