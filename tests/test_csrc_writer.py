@@ -281,10 +281,37 @@ def test_an_old_file_that_is_open_or_no_file_of_ours_is_replaced(tmp_path, pool)
         assert not result.reused and reader.read() == b"\xff" * SIZE
     check_file(path, bytes(pool.view(64, SIZE)), result)
     path.unlink()
-    (tmp_path / "other").write_bytes(b"other")
-    path.symlink_to(tmp_path / "other")
+    other = tmp_path / "other"
+    make_old(other, SIZE)  # one that could be written over itself
+    path.symlink_to(other)
     assert not write_over(_C.PosixIo(), path, pool).reused
-    assert (tmp_path / "other").read_bytes() == b"other" and not path.is_symlink()
+    assert other.read_bytes() == b"\xff" * SIZE and not path.is_symlink()
+    path.unlink()
+    os.link(other, path)
+    assert not write_over(_C.PosixIo(), path, pool).reused
+    assert other.read_bytes() == b"\xff" * SIZE and os.stat(path).st_nlink == 1
+    if os.geteuid() == 0:
+        os.chown(path, 12345, -1)
+        assert not write_over(_C.PosixIo(), path, pool).reused and os.stat(path).st_uid == 0
+
+
+@pytest.mark.timeout(60)
+def test_who_opens_a_file_that_is_written_over_does_not_wait(tmp_path, pool):
+    """The lease that told that nobody has it open was given back."""
+    path, data = tmp_path / "f", random_bytes(SIZE)
+    make_old(path, SIZE)
+    stage = _C.Stage(pool, b"", [(address_of(data), SIZE, 0, False)], SIZE, block_bytes=BLOCK)
+    result = []
+    writer = threading.Thread(
+        target=lambda: result.append(_C.write_stage(_C.PosixIo(), path, stage, over=True, threads=1))
+    )
+    writer.start()
+    while "plait-write-0" not in threads():
+        pass
+    os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+    stage.capture()
+    writer.join()
+    assert result[0].reused and path.read_bytes() == data
 
 
 @pytest.mark.parametrize("index", range(len(OVER)))
