@@ -136,9 +136,22 @@ def _all(seen: Seen, step: int | None) -> list[Candidate]:
             found.append(
                 (folder.step, 1, Candidate(folder.step, folder.path.name, opener, partial(reading, folder.path)))
             )
-    for copy in tiers.copies(step):
+    away: dict[str, OSError] = {}
+    for copy in tiers.copies(step, away):
         found.append((copy.step, 0, Candidate(copy.step, copy.name, partial(tiers.open, copy))))
-    return [candidate for *_, candidate in sorted(found, key=lambda row: row[:2], reverse=True)]
+    if away and not found:  # a run would begin anew, though it may have snapshots there
+        raise next(iter(away.values()))
+    first = [] if _apart(seen) else [_unreachable(url, error) for url, error in away.items()]
+    return first + [candidate for *_, candidate in sorted(found, key=lambda row: row[:2], reverse=True)]
+
+
+def _unreachable(url: str, error: OSError) -> Candidate:
+    """Returns what is tried first, since it may hold newer ones, and so is named among those passed over."""
+
+    def fail() -> SnapshotReader:
+        raise error
+
+    return Candidate(-1, url, fail)
 
 
 def newest_valid(io: _C.Io, root: Path, key: Key | None = None) -> StepFolder | None:

@@ -123,8 +123,8 @@ class FsspecStore:
         """Whatever a driver raises (its own types, its HTTP client's) becomes an OSError that names the url."""
         try:
             return call(f"{self._base}/{name}".rstrip("/"))
-        except (FileNotFoundError, PermissionError):
-            raise
         except Exception as error:
-            number = getattr(error, "errno", None) or errno.EIO
+            kinds = ((FileNotFoundError, errno.ENOENT), (PermissionError, errno.EACCES))  # drivers leave errno out
+            known = next((number for kind, number in kinds if isinstance(error, kind)), errno.EIO)
+            number = getattr(error, "errno", None) or known
             raise OSError(number, f"{operation}: {type(error).__name__}: {error}", self._at(name)) from error

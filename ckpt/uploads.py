@@ -110,12 +110,20 @@ class Tiers:
                 closing.callback(lane.close, deadline)
             self._lanes, self._locks = [], []
 
-    def copies(self, step: int | None) -> Iterator[Copy]:
-        """Yields copies (of one step), newest first, those of an earlier tier before those of a later one."""
+    def copies(self, step: int | None, away: dict[str, OSError] | None = None) -> Iterator[Copy]:
+        """Yields copies (of one step), newest first, those of an earlier tier before those of a later one. away:
+        takes the errors of tiers that cannot be listed, by their URL; without it they are raised."""
         stores: list[Source] = [*self.unions[:1], *self._stores]
         found = []
         for number, store in enumerate(stores):
-            for at, generation, folder in store.steps():
+            try:
+                listed = store.steps()
+            except OSError as error:
+                if away is None:
+                    raise
+                away[store.url] = error
+                continue
+            for at, generation, folder in listed:
                 if step is None or at == step:
                     found.append((-at, number, -generation, Copy(at, generation, store, folder)))
         yield from (copy for *_, copy in sorted(found, key=lambda row: row[:3]))
@@ -140,7 +148,7 @@ class Tiers:
 
     def spare(self, attempt: str) -> SnapshotReader | None:
         """Opens the nearest good copy of an attempt, or returns None."""
-        for copy in self.copies(int(attempt.partition("-")[0])):
+        for copy in self.copies(int(attempt.partition("-")[0]), {}):
             try:
                 reader = self.open(copy)
             except (SnapshotDamaged, OSError):

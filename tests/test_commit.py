@@ -335,3 +335,35 @@ def test_four_ranks_write_each_byte_once(tmp_path):
     written = on_ranks(4, save)
     assert sum(written) == 4 * 300_000 * 4 + 900_000 * 8
     assert max(written) < 1.5 * min(written)
+
+
+def test_many_ranks_cost_a_fragment_each_and_a_slice_reads_one_data_file(tmp_path):
+    """Cases 8 and 42: rank 0 reads each fragment once, whatever is in it; replicated scalars and small boxes are not
+    spread over the ranks' files, so a slice opens one of 16."""
+    ranks, tp = 16, 2
+    full = {f"w{i}": torch.arange(4096.0).reshape(64, 64) + i for i in range(20)}
+
+    def shards(rank: int) -> dict[str, Sharded]:
+        row, replica = 32 * (rank % tp), (rank // tp, ranks // tp)
+        return {n: Sharded(w[row : row + 32].clone(), (64, 64), (row, 0), replica=replica) for n, w in full.items()}
+
+    def save(rank: int) -> list[tuple[str, str]]:
+        io = _C.FaultIo([])
+        scalars = {f"s{i}": torch.tensor(float(i)) for i in range(50)}
+        with Snapshots(tmp_path, rank=rank, world_size=ranks, session=1, threads=1, io=io) as snapshots:
+            snapshots.save(1, {"w": shards(rank), "scalars": scalars}).wait()
+        return list(io.ops)
+
+    ops = on_ranks(ranks, save)
+    fragments = [Path(path).name for name, path in ops[0] if name == "open" and "/r0" in path and ".json" in path]
+    assert set(fragments) >= {f"r{rank:05d}.json" for rank in range(1, ranks)}
+    assert max(fragments.count(name) for name in set(fragments)) <= 2
+    assert all(name != "open" or "/r0" not in path or f"r{5:05d}" in path for name, path in ops[5])
+    io, part = _C.FaultIo([]), {n: s.tensor for n, s in shards(1).items()}
+    for tensor in part.values():
+        tensor.fill_(-1)
+    state = {"w": {n: Sharded(t, (64, 64), (32, 0)) for n, t in part.items()}, "scalars": {"s7": torch.tensor(-1.0)}}
+    Snapshots(tmp_path, read_only=True, io=io).restore(state, allow_unexpected=["scalars/*"])
+    assert all(torch.equal(part[n], full[n][32:]) for n in full) and state["scalars"]["s7"] == 7
+    opened = {path for name, path in io.ops if name == "open" and path.endswith(".safetensors")}
+    assert len(opened) == 2  # the slice's own, and that of the scalars

@@ -12,6 +12,7 @@ import torch
 
 from plait import _C
 from plait.ckpt import Snapshots
+from plait.ckpt.cli import main
 from plait.ckpt.compare import compare
 from plait.ckpt.delta import MAX_BASES, REST
 from plait.ckpt.interop import assemble
@@ -96,6 +97,64 @@ def test_the_number_of_older_files_is_bounded(tmp_path):
     seen = {name: torch.zeros(4096) - 1 for name in full}
     Snapshots(tmp_path, read_only=True).restore(seen)
     assert all(torch.equal(seen[name], full[name]) for name in full)
+
+
+def every_kind(seed: int) -> dict:
+    """A tensor of each kind that a file may hold in its own way."""
+    g = torch.Generator().manual_seed(seed)
+    ints = torch.randint(-128, 128, (4096,), dtype=torch.int8, generator=g)
+    floats = torch.randn(1000, generator=g)
+    complexes = torch.randn(30, 7, dtype=torch.complex128, generator=g)
+    return {
+        "zero_d": floats[0].clone(),
+        "empty": torch.zeros(3, 0, dtype=torch.int64),
+        "fp8": floats.to(torch.float8_e4m3fn),
+        "fp8_fnuz": floats.to(torch.float8_e5m2fnuz),
+        "bf16": floats.bfloat16(),
+        "complex": complexes,
+        "conjugate": complexes.conj(),
+        "negative": complexes.conj().imag,
+        "int64": torch.randint(-(2**62), 2**62, (500,), generator=g),
+        "uint32": torch.arange(seed, seed + 11).to(torch.uint32),
+        "bool": floats > 0,
+        "turned": floats.view(25, 40).t(),
+        "expanded": floats[:30].expand(20, 30),
+        "every_third": floats[::3],
+        "quantised": ints.view(torch.float16),
+        "int4_pairs": ints[100:612].view(torch.uint8),
+        "nan": torch.tensor([float("nan"), -0.0, float(seed)]),
+    }
+
+
+def bits_of(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).tolist())
+
+
+def test_each_kind_of_tensor_is_linked_and_comes_back_in_any_order_of_removal(tmp_path):
+    """Three kinds change at each step, a tied pair at every third; older ones go by rmtree and by `prune`."""
+    now, wanted, names = every_kind(0), {}, sorted(every_kind(0))
+    tied, frozen = torch.arange(5000.0), torch.ones(9000)
+    with Snapshots(tmp_path, keep_last=None, delta=True) as snapshots:
+        for step in range(1, 9):
+            now = {n: t if (i + step) % 6 else every_kind(step)[n] for i, (n, t) in enumerate(sorted(now.items()))}
+            tied = tied if step % 3 else tied + 1
+            snapshots.save(step, {**now, "tied": tied, "again": tied, "frozen": frozen}).wait()
+            wanted[step] = {**now, "tied": tied, "again": tied, "frozen": frozen}
+            if step == 4:
+                shutil.rmtree(tmp_path / "step-000000003")  # while the next saves rest on it
+    bases = [len(SnapshotReader(tmp_path / f"step-{s:09d}").fragments[0].bases) for s in (1, 2, 4, 5, 6, 7, 8)]
+    assert bases[0] == 0 and min(bases[1:]) >= 1 and max(bases) <= MAX_BASES
+    for gone in ((1,), (6, 2)):
+        for step in gone:
+            shutil.rmtree(tmp_path / f"step-{step:09d}")
+    for keep in (4, 2, 1):
+        assert main(["prune", str(tmp_path), "--keep", str(keep)]) == 0
+        for folder in sorted(tmp_path.glob("step-*")):
+            step = int(folder.name[5:])
+            seen = {n: torch.zeros(t.shape, dtype=t.dtype) for n, t in wanted[step].items() if n != "again"}
+            Snapshots(tmp_path, read_only=True).restore({**seen, "again": seen["tied"]}, step=step)
+            assert all(bits_of(seen[n]) == bits_of(wanted[step][n]) for n in (*names, "tied", "frozen"))
+    assert [p.name for p in tmp_path.glob("step-*")] == ["step-000000008"]
 
 
 def test_it_rests_where_nearly_everything_changes(tmp_path):

@@ -82,7 +82,8 @@ def test_a_copy_restores_bit_for_bit_after_the_local_disk_is_gone(tmp_path, serv
     assert again.latest() == 7
     found = again.restore(state)
     assert all(torch.equal(state[k], v) for k, v in big(7).items() if isinstance(v, torch.Tensor))
-    assert found.values["n"] == 7 and str(found.report.folder).endswith(handle.copies[0].rpartition("/")[2])
+    assert found.values["n"] == 7 and str(found.report.folder) == handle.copies[0]
+    assert place == "folder" or handle.copies[0].startswith("s3://bucket/run/step-000000007.")
 
 
 def test_a_plain_copy_in_a_folder_is_a_snapshot_like_any_other(tmp_path):
@@ -302,6 +303,9 @@ def save_with_copy(root: Path, far: Path, seed: int, io: _C.Io | None = None) ->
 
 
 def copy_operations(ops: list[tuple[str, str]]) -> list[int]:
+    """Those in the tier. How many there are in all is no constant (135 or 142 of the save of step 2, in memory and on
+    a disk alike): the thread that first looks whether step 1 was copied holds it against retention, whose seven
+    calls that remove it (rename, sync, four unlinks, rmdir) then come with the save after: a fast save finds it."""
     return [i for i, (_, path) in enumerate(ops) if "/far" in path]
 
 
@@ -442,10 +446,32 @@ def test_every_flipped_byte_of_a_copy_is_found(tmp_path, coding):
 
 
 def test_a_new_run_learns_at_once_that_its_tier_cannot_be_reached(tmp_path, server):
-    """Wrong credentials show before the first step, not after the first save."""
+    """Wrong credentials show before the first step, not after the first save; the driver's text names no store."""
     server.fail = lambda number, method, path: 403
-    with pytest.raises(OSError):
+    with pytest.raises(PermissionError, match="list: .*'s3://bucket/run/'"):
         Snapshots(tmp_path / "near", tiers=[s3(server)])
+    with pytest.raises(PermissionError, match="s3://bucket/run"):
+        Snapshots(tmp_path / "near", read_only=True, tiers=[s3(server)]).latest()
+
+
+@pytest.mark.parametrize("place", ["folder", "s3"])
+def test_a_tier_that_is_away_keeps_no_node_from_its_own_snapshots(tmp_path, server, place, monkeypatch):
+    """A restart once failed while the store did not answer, whatever the local disk held."""
+    tier = Tier(tmp_path / "far") if place == "folder" else s3(server)
+    with Snapshots(tmp_path / "near", tiers=[tier]) as snapshots:
+        snapshots.save(1, small_state(1)).wait("remote")
+        snapshots.save(2, small_state(2)).wait("remote")
+    flip(tmp_path / "near/step-000000002/r00000.safetensors", 9000)  # and none that could fill it
+    server.fail = lambda number, method, path: 403
+    if place == "folder":
+        monkeypatch.setattr("plait.ckpt.store.DirStore.steps", lambda self: os.listdir(tmp_path / "near" / "LOCK"))
+    assert Snapshots(tmp_path / "near", read_only=True, tiers=[tier]).latest() == 2
+    step, report = restored(tmp_path / "near", [tier])
+    assert step == 1 and [name for name, _ in report.skipped] == [tier.store(_C.PosixIo(), "").url, "step-000000002"]
+    assert "CRC32C" in report.skipped[1][1]
+    assert restored(tmp_path / "near", [tier], step=1)[0] == 1
+    with pytest.raises(OSError):  # where there is nothing else, a run would begin anew
+        restored(tmp_path / "new", [tier])
 
 
 def test_files_of_a_copy_are_for_their_owner_only(tmp_path):
