@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+REPORT = ROOT / "build" / "sanitize" / "report"  # of a run that goes on: pytest drops what a passing test printed
 # kind -> compiler flags, libraries to preload, options
 KINDS = {
     "address": ("-fsanitize=address", ["libasan.so"], {"ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1"}),
@@ -25,7 +26,10 @@ KINDS = {
     "thread": (
         "-fsanitize=thread",
         ["libtsan.so"],
-        {"TSAN_OPTIONS": f"halt_on_error=0:exitcode=66:suppressions={ROOT / 'tests' / 'tsan.supp'}"},
+        {
+            "TSAN_OPTIONS": f"halt_on_error=0:exitcode=66:log_path={REPORT}:"
+            f"suppressions={ROOT / 'tests' / 'tsan.supp'}"
+        },
     ),
 }
 # What more runs on each build: damaged files for the reader; all threads of a lazy save. What a thread's shadow costs
@@ -80,7 +84,12 @@ def main(arguments: list[str]) -> int:
     tests = tests or [*sorted(str(path) for path in (ROOT / "tests").glob("test_csrc_*.py")), *MORE_TESTS[kind]]
     environment = {**os.environ, **options, "LD_PRELOAD": " ".join(map(library, [*preloaded, "libstdc++.so"]))}
     command = [sys.executable, "-P", __file__, kind, "--in-place", str(module), "-q", *tests]
-    return subprocess.run(command, cwd=ROOT, env=environment).returncode
+    for old in REPORT.parent.glob(f"{REPORT.name}.*"):
+        old.unlink()
+    status = subprocess.run(command, cwd=ROOT, env=environment).returncode
+    for report in sorted(REPORT.parent.glob(f"{REPORT.name}.*")):
+        print(report.read_text(errors="replace"))
+    return status
 
 
 if __name__ == "__main__":
