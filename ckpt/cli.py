@@ -102,6 +102,8 @@ def _add_managing(add: cli_convert.Add) -> None:
     prune.add_argument("root", type=cli_convert.local)
     prune.add_argument("--keep", type=int, required=True, metavar="K", help="the newest K stay")
     prune.add_argument("--every", type=int, metavar="N", help="every step that is a multiple of N stays")
+    best_help = "the best N (1) by a metric of `save(metrics=)` stay"
+    prune.add_argument("--best", metavar="NAME=min|max[:N]", help=best_help)
     prune.add_argument("--dry-run", action="store_true", help="only say what would go")
     add("pin", "keep a snapshot whatever retention says").add_argument("path")
     add("unpin", "let retention have it again").add_argument("path")

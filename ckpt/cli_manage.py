@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -61,11 +62,11 @@ def _run_of(root: Path) -> str:
 
 
 def prune(arguments: argparse.Namespace) -> Answer:
-    """Removes what `--keep` and `--every` give up, once one of those that stay was read and found good."""
+    """Removes what `--keep`, `--every` and `--best` give up, once one of those that stay was read and found good."""
     for flag, value in (("--keep", arguments.keep), ("--every", arguments.every)):
         if value is not None and value < 1:
             raise ValueError(f"{flag} {value}: must be at least 1")
-    policy = keep.Policy(arguments.keep, arguments.every)
+    policy = keep.Policy(arguments.keep, arguments.every, _best_of(arguments.best))
     if arguments.dry_run:
         return _prune(arguments, policy)
     _run_of(arguments.root)
@@ -76,6 +77,16 @@ def prune(arguments: argparse.Namespace) -> Answer:
         lock.close()
 
 
+def _best_of(text: str | None) -> tuple[str, str, int] | None:
+    """Returns keep.Policy's keep_best of "loss=min" or "loss=min:2"; ValueError for anything else."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(.+)=(min|max)(?::([1-9]\d{0,8}))?", text)
+    if found is None:
+        raise ValueError(f"--best {text!r}: must be NAME=min, NAME=max, or one of them with :N")
+    return found[1], found[2], int(found[3] or 1)
+
+
 def _prune(arguments: argparse.Namespace, policy: keep.Policy) -> Answer:
     root, run, key = arguments.root, _run_of(arguments.root), key_of(arguments)
     manifests = _manifests(root, key)
@@ -83,11 +94,12 @@ def _prune(arguments: argparse.Namespace, policy: keep.Policy) -> Answer:
     if not valid:
         raise SnapshotDamaged(f"'{root}' has no valid snapshot of its run; nothing is removed")
     newest, pins = max(valid), keep.pinned_folders(root)
-    reasons = policy.kept(valid, newest, pins)
+    metrics = {f: keep.metrics_of(m) for f, m in manifests.items() if m is not None}
+    reasons = policy.kept(valid, newest, pins, metrics)
     for folder, manifest in manifests.items():
         if folder not in valid:
             reasons[folder] = "damaged: left for people to look at" if manifest is None else "of another run"
-    gone = policy.given_up(valid, newest, pins)
+    gone = policy.given_up(valid, newest, pins, metrics)
     if gone:
         _need_good([folder for folder in sorted(valid, reverse=True) if folder in reasons], key, arguments.json)
     names = [folder.path.name for folder in gone]

@@ -19,7 +19,7 @@ from plait import _C
 from plait.ckpt.errors import SnapshotDamaged, SnapshotError, naming
 from plait.ckpt.folders import StepFolder, parse_step, remove_step, step_folders
 from plait.ckpt.lock import NO_FLOCK
-from plait.ckpt.manifest import MANIFEST
+from plait.ckpt.manifest import MANIFEST, Manifest
 from plait.ckpt.reader import read_manifest
 from plait.ckpt.spare import clear_spares, spare_names
 
@@ -126,7 +126,7 @@ def retain(
             continue  # left for people to look at; `plait snapshot ls` names the reason
         if manifest.run == run:
             valid.append(folder)
-            metrics[folder] = {name: float.fromhex(text) for name, text in manifest.metrics.items()}
+            metrics[folder] = metrics_of(manifest)
     removed: list[str] = []
     if all(folder[:2] != written[:2] for folder in valid):
         return removed
@@ -138,6 +138,11 @@ def retain(
                 remove_step(io, folder, session, spare_names(folder.path, spare_ranks))
                 removed.append(folder.path.name)
     return removed
+
+
+def metrics_of(manifest: Manifest) -> dict[str, float]:
+    """Returns what `save(metrics=)` was given."""
+    return {name: float.fromhex(text) for name, text in manifest.metrics.items()}
 
 
 def pin(io: _C.Io, folder: Path) -> None:

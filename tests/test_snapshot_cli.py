@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import shutil
 import threading
@@ -311,6 +312,23 @@ def test_prune_keeps_the_newest_every_nth_and_the_pinned(five, capsys):
     with reading(five / "step-000000002"):
         code, report = answer(capsys, "prune", five, "--keep", "1")
     assert report["removed"] == ["step-000000001", "step-000000004"] and report["being_read"] == ["step-000000002"]
+
+
+def test_prune_keeps_the_best_by_a_metric(tmp_path, capsys):
+    """It once knew of no metric, and removed what a run keeps by `keep_best`."""
+    with Snapshots(tmp_path, keep_last=None) as snapshots:
+        for step, loss in enumerate([3.0, 1.0, 2.0, 2.5, math.nan], 1):
+            snapshots.save(step, {"w": torch.ones(10)}, metrics={"loss": loss}).wait()
+    code, report = answer(capsys, "prune", tmp_path, "--keep", "1", "--best", "loss=min:2", "--dry-run")
+    assert (
+        code == 0 and report["removed"] == ["step-000000001", "step-000000004"] and steps(tmp_path) == [1, 2, 3, 4, 5]
+    )
+    assert answer(capsys, "prune", tmp_path, "--keep", "1", "--best", "loss=min:2")[0] == 0
+    assert steps(tmp_path) == [2, 3, 5]
+    code, report = answer(capsys, "prune", tmp_path, "--keep", "1", "--best", "loss=max")
+    assert steps(tmp_path) == [3, 5] and report["kept"]["step-000000003"] == "one of the best by its metric"
+    for wrong in ("loss", "loss=least", "=min", "loss=min:0"):
+        assert answer(capsys, "prune", tmp_path, "--keep", "1", "--best", wrong)[0] == 2
 
 
 def test_prune_never_removes_the_last_good_one(five, capsys):
