@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from plait import _C
 from plait.ckpt import SnapshotError, Snapshots, StateError, TornSnapshot, candidates, keep, read_plan, restore
 from plait.ckpt.aside import bare_digest, check_bare
 from plait.ckpt.box import Box
@@ -31,7 +33,7 @@ from plait.ckpt.read_plan import MAX_SPAN_BYTES, Move, Target, moves_of, windows
 from plait.ckpt.reader import SnapshotReader
 from plait.ckpt.tables import Source, TensorEntry
 from plait.ckpt.windows import HostLane, Windows
-from tests.faults import empty_state, restored_seed, small_state
+from tests.faults import empty_state, is_small_state, restored_seed, small_state
 
 # ---- what an optimizer owns, and one tensor by two names ----------------------------------------------------------
 
@@ -151,6 +153,39 @@ def test_ranks_that_try_different_snapshots_are_told():
     assert restore._common_verdict(candidate, words) == "the ranks see different snapshots of that name"
     words[1][2] = "3-a-1"
     assert restore._common_verdict(candidate, words) is None
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_faults_of_reading_in_a_restore_cost_one_snapshot_at_most(tmp_path, resident):
+    """At each system call, with the blocks in the page cache (buffered, copied past the caches) and without (direct):
+    EINTR and short reads cost nothing, an error the newest. EINVAL at the data tells the two ways apart."""
+    saved(tmp_path, 1, 2)
+    paths = list(tmp_path.glob("step-*/r00000.safetensors"))
+
+    def step(*script: tuple[int, str, int]) -> int:
+        for path in paths:
+            if resident:
+                path.read_bytes()
+            else:
+                with open(path, "rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        io = _C.FaultIo(list(script))
+        found = Snapshots(tmp_path, read_only=True, threads=1, io=io).restore(empty_state())
+        assert is_small_state(found.values, found.step), script
+        ops[:] = ops or io.ops
+        return found.step
+
+    ops: list[tuple[str, str]] = []
+    assert step() == 2
+    data = max(index for index, (name, _) in enumerate(ops) if name == "pread")
+    facts = _C.io_facts(tmp_path)
+    if resident or (facts["direct_io"] and facts["filesystem"] != "tmpfs"):
+        assert step((data, "errno", errno.EINVAL)) == (1 if resident else 2)
+    for index, (name, _) in enumerate(ops):
+        assert step((index, "errno", errno.EIO)) == 1, ops[index]
+        assert step((index, "errno", errno.EINTR)) == 2, ops[index]
+        for moved in (1, 4095) if name == "pread" else ():
+            assert step((index, "short", moved)) == 2, ops[index]
 
 
 # ---- which bytes go into which view -------------------------------------------------------------------------------
