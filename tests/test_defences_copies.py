@@ -23,6 +23,7 @@ import torch
 
 from plait import _C
 from plait.ckpt import SnapshotError, Snapshots, store, tier_reader, uploads
+from plait.ckpt.codec import HEAD_BYTES, Coder, pack, unpack
 from plait.ckpt.copier import Copier
 from plait.ckpt.errors import SnapshotDamaged
 from plait.ckpt.handle import Handle
@@ -375,6 +376,20 @@ def test_a_small_file_that_says_it_is_huge_is_not_fetched():
     assert TierReader._fetch(reader, OBJECTS, MAX_JSON_BYTES) == b"fetched"
     with pytest.raises(SnapshotDamaged, match=f"has {MAX_JSON_BYTES + 1} bytes"):
         TierReader._fetch(reader, OBJECTS, MAX_JSON_BYTES + 1)
+
+
+def test_a_part_whose_blocks_are_longer_than_they_can_be_or_end_elsewhere_is_damaged():
+    plain = [100, 50]
+    part = pack(8, [b"a" * 90, b"b" * 50])
+    assert unpack(part[:HEAD_BYTES], len(part), 8, plain, "it") == [(4096, 4186), (4186, 4236)]
+    with pytest.raises(SnapshotDamaged, match="does not fit"):
+        unpack(part[:HEAD_BYTES], len(part) + 1, 8, plain, "it")
+    longer = pack(8, [b"a" * 1000, b"b" * 50])
+    with pytest.raises(SnapshotDamaged, match="does not fit"):
+        unpack(longer[:HEAD_BYTES], len(longer), 8, plain, "it")
+    for data in (b"abc", b"abcde"):
+        with pytest.raises(SnapshotDamaged, match=f"{len(data)} bytes where 4 belong"):
+            Coder(None, None).decode("f/0", data, 4, "it")
 
 
 # ---- a partner's root ---------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import errno
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,6 +113,21 @@ def test_another_disk_syncs_its_folder_before_it_is_ready_and_its_root_before_it
     final = next(i for i, (name, path) in enumerate(names) if name == "rename" and path == "step-000000001")
     assert any(name == "fsync_dir" and path.startswith(".tmp-1-") for name, path in names[came:final])
     assert names[final + 1] == ("fsync_dir", "node1")
+
+
+# ---- a restore of several ranks -----------------------------------------------------------------------------------
+
+
+def test_the_words_of_a_restore_are_removed_round_by_round_and_by_settle(tmp_path):
+    value = torch.arange(5)
+    with Snapshots(tmp_path, threads=1) as snapshots:
+        snapshots.save(1, {"w": value})
+    options: dict[str, Any] = {"world_size": 2, "session": 5, "read_only": True, "timeout_s": 60.0}
+    both = [Snapshots(tmp_path, rank=rank, **options) for rank in range(2)]
+    on_ranks(2, lambda rank: both[rank].restore({"w": torch.zeros_like(value)}))
+    assert len(list(tmp_path.glob(".tmp-restore-*"))) == 1, "of the last round, which rank 1 may still read"
+    both[0].settle()
+    assert not list(tmp_path.glob(".tmp-restore-*"))
 
 
 # ---- the thread that commits --------------------------------------------------------------------------------------
