@@ -15,9 +15,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from plait.ckpt.agree import Agreement
 from plait.ckpt.candidates import Candidate
 from plait.ckpt.capture import find_aliases
+from plait.ckpt.device import bytes_of
 from plait.ckpt.errors import SnapshotDamaged, SnapshotError, StateError
 from plait.ckpt.interop_optimizer import adopt_optimizers
 from plait.ckpt.lazy import ABSENT
@@ -78,13 +81,15 @@ class Wanted:
 
 @dataclass(frozen=True)
 class _Match:
-    """A state laid over a snapshot: what to read, and what the state alone has."""
+    """A state laid over a snapshot: what to read, and what the state alone has. twins: a tensor, memory into which
+    another name of it is read, and what to say when they differ."""
 
     targets: tuple[Target, ...]
     results: dict[str, Any]
     missing: tuple[str, ...]
     per_rank_missing: tuple[str, ...]
     cast: tuple[str, ...]
+    twins: tuple[tuple[torch.Tensor, torch.Tensor, str], ...]
 
 
 def restore_state(
@@ -184,6 +189,9 @@ def _read(reader: SnapshotReader, match: _Match) -> tuple[str, str]:
         return "damaged", str(error)
     except OSError as error:  # of a store
         return "damaged", f"'{reader.place}' cannot be read: {error}"
+    for tensor, twin, text in match.twins:
+        if not torch.equal(bytes_of(tensor, 0, tensor.numel()), bytes_of(twin, 0, twin.numel())):
+            return "mismatch", text
     return "ok", reader.manifest.attempt
 
 
@@ -216,7 +224,7 @@ def _match(flat: Flat, reader: SnapshotReader, rank: int, wanted: Wanted) -> _Ma
     if refused:
         problems.append(f"missing in the snapshot: {_names(refused)}")
     tied = find_aliases(list(flat.tensors.values()))
-    targets, cast = [], []
+    targets, cast, twins = [], [], []
     for name, leaf in flat.tensors.items():
         if name not in stored:
             continue
@@ -229,12 +237,17 @@ def _match(flat: Flat, reader: SnapshotReader, rank: int, wanted: Wanted) -> _Ma
             problems.append(
                 f"{leaf.path} is {leaf.tensor.dtype}, the snapshot's {name!r} {entry.dtype}; allow it by cast="
             )
-        elif name in tied and tied[name] in stored and _same_bytes(entry, table.entry(tied[name]), leaf.path):
-            continue
         else:
+            other = table.entry(tied[name]) if tied.get(name) in stored else None
+            if other is not None and _same_bytes(entry, other, leaf.path):
+                continue
+            memory = leaf.tensor
+            if other is not None:  # cut in other pieces, so that only the bytes can tell
+                memory = torch.empty_like(leaf.tensor)
+                twins.append((leaf.tensor, memory, _differ(entry, other, leaf.path)))
             if leaf.tensor.dtype != entry.dtype:
                 cast.append(name)
-            targets.append(Target(entry, leaf.tensor, leaf.box, leaf.flat))
+            targets.append(Target(entry, memory, leaf.box, leaf.flat))
     if problems:
         more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise StateError("; ".join(problems[:8]) + more)
@@ -243,17 +256,22 @@ def _match(flat: Flat, reader: SnapshotReader, rank: int, wanted: Wanted) -> _Ma
     own = reader.fragments[rank].per_rank if rank < len(reader.fragments) else {}
     results.update({n: decode(own[n], f"per-rank value {n!r}") for n in flat.per_rank if n in own})
     per_rank_missing = tuple(n for n in flat.per_rank if n in per_rank and n not in own)
-    return _Match(tuple(targets), results, tuple(missing), per_rank_missing, tuple(cast))
+    return _Match(tuple(targets), results, tuple(missing), per_rank_missing, tuple(cast), tuple(twins))
 
 
 def _same_bytes(entry: TensorEntry, other: TensorEntry, path: str) -> bool:
-    """True when two names tied in the state have the same bytes in the snapshot, so that one read serves both."""
+    """True when two names tied in the state have the same bytes in the snapshot, so that one read serves both; False
+    when their pieces do not tell."""
     if entry is other:
         return True
     mine, theirs = ({(s.piece.offset, s.piece.flat): s.piece.xxh3_128 for s in e.sources} for e in (entry, other))
     if mine.keys() == theirs.keys() and mine != theirs:
-        raise StateError(f"{path} is tied in the state, but {entry.name!r} and {other.name!r} differ in the snapshot")
+        raise StateError(_differ(entry, other, path))
     return mine == theirs
+
+
+def _differ(entry: TensorEntry, other: TensorEntry, path: str) -> str:
+    return f"{path} is tied in the state, but {entry.name!r} and {other.name!r} differ in the snapshot"
 
 
 def _unexpected(reader: SnapshotReader, words: list[list[Any]], wanted: Wanted) -> tuple[str, ...]:

@@ -316,6 +316,23 @@ def test_when_nothing_can_be_restored_every_reason_is_listed(tmp_path):
     assert "step-000000002: " in text and "block 0" in text and "step-000000001: " in text and "has 100 bytes" in text
 
 
+@pytest.mark.parametrize("differ", [False, True])
+def test_names_tied_in_the_state_but_cut_in_other_pieces_are_compared(tmp_path, differ):
+    """By rows and by columns: no sums of pieces can be compared, and both would be read into one memory."""
+    full = torch.arange(24.0).reshape(6, 4)
+    other = full.clone()
+    other[5, 3] += differ
+    save_on(tmp_path, 2, lambda rank: {"a": shard(full, 0, 2, rank), "b": shard(other, 1, 2, rank)})
+    target = torch.zeros(6, 4)
+    with Snapshots(tmp_path) as snapshots:
+        if differ:
+            with pytest.raises(StateError, match="tied in the state, but 'b' and 'a' differ"):
+                snapshots.restore({"a": target, "b": target})
+        else:
+            snapshots.restore({"a": target, "b": target})
+            assert torch.equal(target, full)
+
+
 def test_a_block_that_one_rank_alone_cannot_read_moves_all_ranks_to_the_older_one(tmp_path):
     """Never a mix: the damage lies where only rank 1 reads."""
     old, new = torch.zeros(2, 2_000_000), torch.ones(2, 2_000_000)
