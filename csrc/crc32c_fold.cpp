@@ -82,11 +82,17 @@ __m512i fold(__m512i sum, __m512i ahead, __m512i next) {
   return _mm512_ternarylogic_epi64(far, near, next, 0x96);
 }
 
-// The CRC of 16 bytes that stand for all data so far.
+// The CRC of the sums that stand for all data so far, one behind the other.
 __attribute__((target("sse4.2,pclmul")))
-uint32_t crc_of(__m128i sum) {
-  const auto far = static_cast<uint64_t>(_mm_cvtsi128_si64(sum));
-  const auto near = static_cast<uint64_t>(_mm_extract_epi64(sum, 1));
+uint32_t crc_of(const void* sums, size_t bytes) {
+  const auto* data = static_cast<const uint8_t*>(sums);
+  const __m128i by_one = _mm_set_epi64x(Ahead<128>::kNear, Ahead<128>::kFar);
+  __m128i all = load128(data);
+  for (size_t i = 16; i < bytes; i += 16) {
+    all = fold(all, by_one, load128(data + i));
+  }
+  const auto far = static_cast<uint64_t>(_mm_cvtsi128_si64(all));
+  const auto near = static_cast<uint64_t>(_mm_extract_epi64(all, 1));
   return static_cast<uint32_t>(_mm_crc32_u64(_mm_crc32_u64(0, far), near));
 }
 
@@ -110,11 +116,7 @@ uint32_t update_fold(uint32_t crc, const uint8_t* data,
       sum[i] = fold(sum[i], ahead, load128(data + 16 * i));
     }
   }
-  const __m128i by_one = _mm_set_epi64x(Ahead<128>::kNear, Ahead<128>::kFar);
-  for (int i = 1; i < 4; ++i) {
-    sum[i] = fold(sum[i - 1], by_one, sum[i]);
-  }
-  return update_sse42(crc_of(sum[3]), data, bytes);
+  return update_sse42(crc_of(sum, sizeof(sum)), data, bytes);
 }
 
 // The same by twice as many bytes an instruction.
@@ -137,13 +139,7 @@ uint32_t update_wide(uint32_t crc, const uint8_t* data,
       sum[i] = fold(sum[i], ahead, load256(data + 32 * i));
     }
   }
-  const __m128i by_one = _mm_set_epi64x(Ahead<128>::kNear, Ahead<128>::kFar);
-  __m128i all = _mm_setzero_si128();
-  for (int i = 0; i < 4; ++i) {
-    all = fold(all, by_one, _mm256_castsi256_si128(sum[i]));
-    all = fold(all, by_one, _mm256_extracti128_si256(sum[i], 1));
-  }
-  return update_sse42(crc_of(all), data, bytes);
+  return update_sse42(crc_of(sum, sizeof(sum)), data, bytes);
 }
 
 // And by four times as many.
@@ -167,16 +163,7 @@ uint32_t update_widest(uint32_t crc, const uint8_t* data,
       sum[i] = fold(sum[i], ahead, _mm512_loadu_si512(data + 64 * i));
     }
   }
-  const __m128i by_one = _mm_set_epi64x(Ahead<128>::kNear, Ahead<128>::kFar);
-  alignas(64) uint8_t left[256];
-  for (int i = 0; i < 4; ++i) {
-    _mm512_store_si512(left + 64 * i, sum[i]);
-  }
-  __m128i all = _mm_setzero_si128();
-  for (int i = 0; i < 256; i += 16) {
-    all = fold(all, by_one, load128(left + i));
-  }
-  return update_wide(crc_of(all), data, bytes);
+  return update_wide(crc_of(sum, sizeof(sum)), data, bytes);
 }
 
 }  // namespace
