@@ -8,7 +8,7 @@ namespace plait {
 namespace {
 
 constexpr uint64_t kReadAgain = uint64_t{64} << 10;  // Fits the second cache.
-constexpr uint64_t kCopied = uint64_t{8} << 10;      // Fits the first one.
+constexpr uint64_t kCopied = uint64_t{32} << 10;     // Fits the first one.
 
 }  // namespace
 
@@ -33,8 +33,8 @@ void StageHasher::update(const char* data, uint64_t bytes) {
 void StageHasher::copy(char* to, const char* from, uint64_t bytes) {
   for (uint64_t done = 0; done < bytes; done += kCopied) {
     const uint64_t step = std::min(bytes - done, kCopied);
-    update(from + done, step);
     stream_copy(to + done, from + done, step);
+    update(from + done, step);
   }
 }
 

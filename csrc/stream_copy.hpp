@@ -8,8 +8,9 @@ namespace plait {
 
 // memcpy by stores that go to memory directly where the processor has them: it
 // does not read the target first, and the caches keep what training had in
-// them. All is visible to other threads as after memcpy.
-void stream_copy(void* to, const void* from, size_t bytes);
+// them. All is visible to other threads as after memcpy. Stores have `width`
+// bytes at most (64 or 32; 0: memcpy's own).
+void stream_copy(void* to, const void* from, size_t bytes, int width = 64);
 
 }  // namespace plait
 
