@@ -167,11 +167,12 @@ class Turn:
 
     def restore(self, kind: str, path: Path, flipped: int) -> None:
         """Loads into poisoned tensors that are resident, and compares with the state when so many bits were
-        flipped. Cold: the page cache has none of it (OSError where the kernel kept it); warm: it has all."""
+        flipped. Cold: the page cache has none of it (OSError where the kernel kept it); warm: it has all, read from
+        the disk once more, so that no way finds pages that lie better or are in use longer than another's."""
         for value in self.target.values():
             value.fill_(float("nan"))
+        memory.drop_from_cache(path)
         if kind == "cold":
-            memory.drop_from_cache(path)
             share = memory.resident_share(path)
             if share > COLD:
                 raise OSError(f"{share:.0%} of '{path}' stayed in the page cache: no cold restore can be timed")

@@ -39,6 +39,8 @@ class FaultIo final : public Io {
   int64_t set_direct(int fd, bool on) override;
   int64_t file_size(int fd) override;
   int64_t is_sole(int fd) override;
+  // Refused: what is read through a mapping makes no call that could fail.
+  int64_t lease(int) override { return 0; }
   int64_t pwrite(int fd, const void* data, size_t bytes,
                  uint64_t offset) override;
   int64_t pread(int fd, void* data, size_t bytes, uint64_t offset) override;

@@ -153,20 +153,6 @@ bool File::is_copied() const {
                       (kind.f_type == TMPFS_MAGIC || kind.f_type == RAMFS_MAGIC));
 }
 
-bool File::is_cached(uint64_t offset, uint64_t bytes) const {
-  void* mapped = ::mmap(nullptr, bytes, PROT_READ, MAP_SHARED, fd_,
-                        static_cast<off_t>(offset));
-  if (mapped == MAP_FAILED) {
-    return false;
-  }
-  std::vector<unsigned char> pages(round_up(bytes, kDirectAlignment) /
-                                   kDirectAlignment);
-  const bool known = ::mincore(mapped, bytes, pages.data()) == 0;
-  ::munmap(mapped, bytes);
-  return known && std::all_of(pages.begin(), pages.end(),
-                              [](unsigned char page) { return page & 1; });
-}
-
 void File::allocate(uint64_t bytes) {
   if (bytes == 0) {
     return;

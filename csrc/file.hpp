@@ -54,9 +54,6 @@ class File {
   // True when a processor copies what is written: into the page cache, or into
   // a file system that is memory, where direct I/O is accepted and means nothing.
   bool is_copied() const;
-  // True when the page cache holds the whole range: then a copy from there is
-  // several times faster than the device.
-  bool is_cached(uint64_t offset, uint64_t bytes) const;
   // Reserves space, so that a full disk fails before any byte moves. A file
   // system that cannot reserve is left as it is.
   void allocate(uint64_t bytes);
@@ -65,6 +62,7 @@ class File {
   void sync_data();
   void close();
   const std::string& path() const { return path_; }
+  int descriptor() const { return fd_; }
 
  private:
   void leave_direct(const char* operation, int error);

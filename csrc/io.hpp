@@ -28,6 +28,9 @@ class Io {
   // has one name and mode 0600, and nobody else has it open or mapped. 0 where
   // that is not so, or where the file system cannot tell.
   virtual int64_t is_sole(int fd) = 0;
+  // 1 when from now on whoever would change the file that is open for reading
+  // waits until F_SETLEASE gives the lease back; 0 where none is to be had.
+  virtual int64_t lease(int fd) = 0;
   virtual int64_t pwrite(int fd, const void* data, size_t bytes,
                          uint64_t offset) = 0;
   virtual int64_t pread(int fd, void* data, size_t bytes, uint64_t offset) = 0;
@@ -54,6 +57,7 @@ class PosixIo final : public Io {
   int64_t set_direct(int fd, bool on) override;
   int64_t file_size(int fd) override;
   int64_t is_sole(int fd) override;
+  int64_t lease(int fd) override;
   int64_t pwrite(int fd, const void* data, size_t bytes,
                  uint64_t offset) override;
   int64_t pread(int fd, void* data, size_t bytes, uint64_t offset) override;

@@ -6,11 +6,14 @@
 #include <cstring>
 #include <memory>
 #include <stdexcept>
+#include <thread>
 
 #include "aligned_buffer.hpp"
 #include "checksum.hpp"
 #include "errors.hpp"
 #include "file.hpp"
+#include "read_plan.hpp"
+#include "resident_pages.hpp"
 #include "stream_copy.hpp"
 #include "workers.hpp"
 
@@ -20,79 +23,18 @@ namespace {
 // What is read at once into a buffer: all buffers together stay in the last
 // cache, and take little memory that was never touched before.
 constexpr uint64_t kStepBytes = uint64_t{1} << 20;
-
-// What one request wants of one block.
-struct Part {
-  uint64_t block;
-  uint64_t offset;  // In the block.
-  uint64_t bytes;
-  char* target;
-};
-
-void check_arguments(uint64_t file_bytes, size_t num_crcs,
-                     const ReadOptions& options) {
-  if (options.block_bytes == 0 || options.block_bytes % kDirectAlignment != 0) {
-    throw std::invalid_argument("read_ranges: block_bytes is " +
-                                std::to_string(options.block_bytes) +
-                                ", must be a positive multiple of 4096");
-  }
-  if (options.threads < 1) {
-    throw std::invalid_argument("read_ranges: threads is " +
-                                std::to_string(options.threads) +
-                                ", must be >= 1");
-  }
-  const uint64_t num_blocks =
-      (file_bytes + options.block_bytes - 1) / options.block_bytes;
-  if (num_crcs != num_blocks) {
-    throw std::invalid_argument("read_ranges: " + std::to_string(num_crcs) +
-                                " crcs, but " + std::to_string(file_bytes) +
-                                " bytes are " + std::to_string(num_blocks) +
-                                " blocks");
-  }
-}
-
-// Cuts the requests at block boundaries; sorted by block.
-std::vector<Part> cut(const std::vector<ReadRequest>& requests,
-                      uint64_t file_bytes, uint64_t block_bytes) {
-  std::vector<Part> parts;
-  for (const ReadRequest& request : requests) {
-    if (request.file_offset > file_bytes ||
-        request.bytes > file_bytes - request.file_offset) {
-      throw std::invalid_argument(
-          "read_ranges: the range at " + std::to_string(request.file_offset) +
-          " of " + std::to_string(request.bytes) + " bytes ends after " +
-          std::to_string(file_bytes));
-    }
-    if (request.address == 0 && request.bytes > 0) {
-      throw std::invalid_argument("read_ranges: the range at " +
-                                  std::to_string(request.file_offset) +
-                                  " has address 0");
-    }
-    uint64_t done = 0;
-    while (done < request.bytes) {
-      const uint64_t at = request.file_offset + done;
-      const uint64_t offset = at % block_bytes;
-      const uint64_t bytes =
-          std::min(block_bytes - offset, request.bytes - done);
-      parts.push_back({at / block_bytes, offset, bytes,
-                       reinterpret_cast<char*>(request.address + done)});
-      done += bytes;
-    }
-  }
-  std::stable_sort(
-      parts.begin(), parts.end(),
-      [](const Part& a, const Part& b) { return a.block < b.block; });
-  return parts;
-}
+// What stays in the second cache from its checksum to its copy.
+constexpr uint64_t kPieceBytes = uint64_t{64} << 10;
 
 // What block workers share. Owns up to two descriptors of the file, since
 // direct I/O is a property of the descriptor.
 class BlockReader {
  public:
   BlockReader(Io& io, const std::string& path, uint64_t file_bytes,
-              const std::vector<uint32_t>& crcs, std::vector<Part> parts,
+              const std::vector<uint32_t>& crcs, std::vector<ReadPart> parts,
               const ReadOptions& options)
       : buffered_(io, path, O_RDONLY),
+        pages_(io, buffered_),
         file_bytes_(file_bytes),
         block_bytes_(options.block_bytes),
         crcs_(crcs),
@@ -118,15 +60,32 @@ class BlockReader {
   uint64_t num_blocks() const { return starts_.size() - 1; }  // Touched ones.
   uint64_t bytes_read() const { return bytes_read_; }
 
+  // Threads beyond the processors wait for a disk. Where the page cache has the
+  // first and the last block, as it has all then, they would only take turns.
+  int useful_threads(int threads) const {
+    const uint64_t last = num_blocks() - 1;
+    const auto processors =
+        static_cast<int>(std::thread::hardware_concurrency());
+    const bool no_disk =
+        num_blocks() > 0 && processors > 0 && is_cached(0) && is_cached(last);
+    return no_disk ? std::min(threads, processors) : threads;
+  }
+
   void read_block(int worker, uint64_t index) {
-    const Part* begin = parts_.data() + starts_[index];
-    const Part* end = parts_.data() + starts_[index + 1];
+    const ReadPart* begin = parts_.data() + starts_[index];
+    const ReadPart* end = parts_.data() + starts_[index + 1];
     const uint64_t block = begin->block;
     const uint64_t bytes = block_size(block);
-    const uint64_t offset = block * block_bytes_;
+    const auto found =
+        pages_.use(block * block_bytes_, bytes, [&](const char* data) {
+          take_in_place(data, begin, end);
+        });
+    if (found == ResidentPages::Found::kUsed) {
+      return;
+    }
     File* file = &buffered_;
     if (direct_ && direct_->direct() &&
-        !buffered_.is_cached(offset, bytes)) {
+        found == ResidentPages::Found::kAbsent) {
       file = direct_.get();
     }
     const bool whole = end - begin == 1 && begin->bytes == bytes;
@@ -137,6 +96,7 @@ class BlockReader {
   }
 
   void close() {
+    pages_.let_go();
     buffered_.close();
     if (direct_) {
       direct_->close();
@@ -158,6 +118,11 @@ class BlockReader {
     }
   }
 
+  bool is_cached(uint64_t index) const {
+    const uint64_t block = parts_[starts_[index]].block;
+    return pages_.are_resident(block * block_bytes_, block_size(block));
+  }
+
   char* buffer(int worker) const {
     return memory_ + static_cast<size_t>(worker) * step_bytes_;
   }
@@ -170,7 +135,7 @@ class BlockReader {
 
   // Reads a block step by step, so that the checksum finds a step in the cache:
   // through `staged` into the parts, or without it straight into the only one.
-  void read_in_steps(File& file, const Part* begin, const Part* end,
+  void read_in_steps(File& file, const ReadPart* begin, const ReadPart* end,
                      char* staged) const {
     const uint64_t bytes = block_size(begin->block);
     const uint64_t offset = begin->block * block_bytes_;
@@ -181,20 +146,39 @@ class BlockReader {
       char* const data = staged != nullptr ? staged : begin->target + done;
       got = read(file, data, step, offset + done);
       crc = crc32c(data, got, crc);
-      for (const Part* part = begin; part != end && staged != nullptr; ++part) {
-        const uint64_t from = std::max(part->offset, done);
-        const uint64_t to = std::min(part->offset + part->bytes, done + got);
-        if (from < to) {
-          char* const target = part->target + (from - part->offset);
-          if (&file == &buffered_) {  // Where no disk but the cores are slow.
-            stream_copy(target, data + (from - done), to - from);
-          } else {
-            std::memcpy(target, data + (from - done), to - from);
-          }
-        }
+      if (staged != nullptr) {
+        give(begin, end, done, data, got, &file == &buffered_);
       }
     }
     verify(begin->block, done, crc);
+  }
+
+  // The same for a block that is in memory.
+  void take_in_place(const char* data, const ReadPart* begin,
+                     const ReadPart* end) const {
+    const uint64_t bytes = block_size(begin->block);
+    uint32_t crc = 0;
+    for (uint64_t done = 0; done < bytes; done += kPieceBytes) {
+      const uint64_t piece = std::min(kPieceBytes, bytes - done);
+      give(begin, end, done, data + done, piece, true);
+      crc = crc32c(data + done, piece, crc);
+    }
+    verify(begin->block, bytes, crc);
+  }
+
+  // Copies what the parts want of `bytes` at `at` in the block; past the caches
+  // where no disk but the cores are slow.
+  static void give(const ReadPart* begin, const ReadPart* end, uint64_t at,
+                   const char* data, uint64_t bytes, bool past_caches) {
+    for (const ReadPart* part = begin; part != end; ++part) {
+      const uint64_t from = std::max(part->offset, at);
+      const uint64_t to = std::min(part->offset + part->bytes, at + bytes);
+      if (from < to) {
+        char* const target = part->target + (from - part->offset);
+        stream_copy(target, data + (from - at), to - from,
+                    past_caches ? kWidest : 0);
+      }
+    }
   }
 
   void verify(uint64_t block, uint64_t bytes, uint32_t crc) const {
@@ -213,11 +197,12 @@ class BlockReader {
   }
 
   File buffered_;
+  ResidentPages pages_;
   std::unique_ptr<File> direct_;
   const uint64_t file_bytes_;
   const uint64_t block_bytes_;
   const std::vector<uint32_t>& crcs_;
-  const std::vector<Part> parts_;
+  const std::vector<ReadPart> parts_;
   std::vector<size_t> starts_;  // First part of each touched block, and an end.
   uint64_t bytes_read_ = 0;
   const uint64_t step_bytes_;
@@ -231,11 +216,11 @@ uint64_t read_ranges(Io& io, const std::string& path, uint64_t file_bytes,
                      const std::vector<uint32_t>& crcs,
                      const std::vector<ReadRequest>& requests,
                      const ReadOptions& options) {
-  check_arguments(file_bytes, crcs.size(), options);
   BlockReader reader(io, path, file_bytes, crcs,
-                     cut(requests, file_bytes, options.block_bytes), options);
+                     plan_reads(requests, file_bytes, crcs.size(), options),
+                     options);
   Workers workers(
-      options.threads, "plait-read", reader.num_blocks(),
+      reader.useful_threads(options.threads), "plait-read", reader.num_blocks(),
       [&](int worker, uint64_t index) { reader.read_block(worker, index); });
   workers.close();
   reader.close();

@@ -149,10 +149,12 @@ class PieceSource final : public BlockSource {
 };
 
 // The old file, or null when there is another reference to it, or it cannot be
-// opened or asked: all of these only mean that a new one is needed.
+// opened or asked: all of these only mean that a new one is needed. Not
+// blocking: a reader may have a lease on it.
 std::unique_ptr<File> open_old(Io& io, const std::string& path) {
   try {
-    auto file = std::make_unique<File>(io, path, O_WRONLY | O_NOFOLLOW);
+    auto file = std::make_unique<File>(io, path,
+                                       O_WRONLY | O_NOFOLLOW | O_NONBLOCK);
     return file->is_sole() ? std::move(file) : nullptr;
   } catch (const std::system_error&) {
     return nullptr;

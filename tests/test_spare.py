@@ -7,13 +7,16 @@ sizes that shrink and grow; each system call from the moment the file is taken u
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import mmap
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -164,6 +167,19 @@ def test_one_that_is_read_is_neither_removed_nor_written_over(tmp_path):
         with reading(tmp_path / "step-000000001"):
             assert first not in (save(snapshots, 2), save(snapshots, 3))
             assert data_file(tmp_path, 1).read_bytes() == old
+    assert_is(tmp_path, 3)
+
+
+def test_a_reader_with_a_lease_on_it_holds_no_save_up(tmp_path):
+    """As a restore takes one, which may be stopped: the kernel lets a writer wait for 45 s."""
+    with Snapshots(tmp_path, keep_last=1) as snapshots:
+        first = save(snapshots, 1)
+        save(snapshots, 2)
+        with open(next(tmp_path.glob(f".trash-*/{DATA}")), "rb") as file:
+            fcntl.fcntl(file, 10, signal.SIGURG)  # F_SETSIG
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+            began = time.monotonic()
+            assert save(snapshots, 3) != first and time.monotonic() - began < 20
     assert_is(tmp_path, 3)
 
 
