@@ -26,7 +26,7 @@ from plait.ckpt.part import write_part
 from plait.ckpt.spare import can_reuse, clear_spares
 from plait.ckpt.uploads import Tiers
 
-_GRACE_S = 30.0  # how long a program that ends without close() still waits for a save in flight
+GRACE_S = 30.0  # how long a program that ends without close(), or fails, still waits for a save in flight
 
 
 class Background:
@@ -217,4 +217,4 @@ class Background:
 def _finish(jobs: queue.SimpleQueue[tuple[Handle, Captured] | None], thread: threading.Thread) -> None:
     """At the end of the program: lets the thread finish the save in flight."""
     jobs.put(None)
-    thread.join(_GRACE_S)
+    thread.join(GRACE_S)

@@ -27,6 +27,7 @@ from plait.ckpt.values import encode
 
 BLOCK_BYTES = 4 << 20  # one CRC32C each; what a reader must take as a whole; a slot of the pool
 MIN_POOL_BYTES = 2 * BLOCK_BYTES  # one is copied while one is written
+_PIECE_ROOM = 8192  # of one tensor in the header, and before it in the file
 _POOL_QUANTUM = 2 << 20  # huge page: what the pool is rounded to anyway
 
 
@@ -96,13 +97,18 @@ class Capturer:
         self.plans_made = 0
         self.pool: _C.StagingPool | None = self._new_pool(max(pool_bytes, MIN_POOL_BYTES)) if pool_bytes else None
 
-    def prepare(self, flat: Flat, extra_bytes: int = 0) -> None:
+    def prepare(self, flat: Flat, extra_bytes: int = 0, sizes: Sequence[int] = ()) -> None:
         """Plans a capture of this state and takes its staging memory, so that the first save is a warm one.
 
-        extra_bytes: of state that is still to come.
+        extra_bytes: of state that is still to come. sizes: of tensors to come that ranks share as they do the others.
         """
         plan = self._planned(flat)
         _hold(flat, plan)
+        held = sum(
+            f.tensor.numel() * f.tensor.element_size() for n, f in flat.tensors.items() if n not in plan.aliases
+        )
+        mine = min(1.0, plan.layout.data_bytes / held) if held else 1.0
+        extra_bytes += int(mine * sum(sizes)) + _PIECE_ROOM * len(sizes)
         pool = self._pool_of(len(plan.layout.header) + plan.layout.data_bytes + extra_bytes)
         if plan.on_device:
             self._pin_once(pool)

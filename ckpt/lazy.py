@@ -1,4 +1,5 @@
-"""State that an optimizer makes only when it first steps: how a fresh one gets it before a restore.
+"""State that an optimizer makes only when it first steps: how a fresh one gets it before a restore, and how large it
+will be.
 
 Not a description of any optimizer. The one idea: a step with zero gradients at learning rate 0 makes all state and
 changes no parameter; what the snapshot has not of it (a parameter without a gradient so far) is taken away again.
@@ -6,7 +7,8 @@ changes no parameter; what the snapshot has not of it (a parameter without a gra
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -53,3 +55,50 @@ def optimizer_template(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     materialize(optimizer)
     content = optimizer.state_dict()
     return {**content, "state": {key: Lazy(part) for key, part in content["state"].items()}}
+
+
+def sizes_to_come(state: Any) -> list[int]:
+    """Returns the bytes of each tensor that the optimizers in a state will make on this rank at their first step.
+
+    Nothing is allocated and the optimizers stay as they are: copies of them step on tensors without memory. Only
+    torch's own, as the step of another one may do more; those that cannot step so (Adafactor, ASGD) count as nothing.
+    """
+    found = {id(optimizer): optimizer for optimizer in _optimizers(state)}
+    return [size for optimizer in found.values() for size in _sizes_of(optimizer)]
+
+
+def _optimizers(value: Any) -> Iterator[torch.optim.Optimizer]:
+    if isinstance(value, (Mapping, list, tuple)):
+        for child in value.values() if isinstance(value, Mapping) else value:
+            yield from _optimizers(child)
+        return
+    found = value.optimizer if hasattr(value, "restore_template") else value  # not a scheduler's
+    if isinstance(found, torch.optim.Optimizer) and type(found).__module__.startswith("torch.optim."):
+        yield found
+
+
+def _sizes_of(optimizer: torch.optim.Optimizer) -> list[int]:
+    ghost = object.__new__(type(optimizer))
+    ghost.__dict__.update(vars(optimizer), state=defaultdict(dict))
+    ghost._optimizer_step_pre_hooks, ghost._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    fresh = [
+        [p for p in g["params"] if p.requires_grad and not optimizer.state.get(p)] for g in optimizer.param_groups
+    ]
+    ghost.param_groups = [
+        {**group, "params": list(map(_without_memory, some)), "foreach": False, "fused": False}
+        for group, some in zip(optimizer.param_groups, fresh, strict=True)
+    ]
+    step: Any = type(optimizer).step
+    try:
+        getattr(step, "__wrapped__", step)(ghost)  # without the hooks of all optimizers, which torch puts around it
+    except (RuntimeError, TypeError):  # a value is asked for, or a closure
+        return []
+    made = [tensor for part in ghost.state.values() for tensor in part.values() if isinstance(tensor, torch.Tensor)]
+    return [tensor.numel() * tensor.element_size() for tensor in made]
+
+
+def _without_memory(parameter: torch.Tensor) -> torch.nn.Parameter:
+    local = getattr(parameter, "_local_tensor", parameter)  # of a DTensor
+    ghost = torch.nn.Parameter(torch.empty_like(local.detach(), device="meta"))
+    ghost.grad = torch.empty_like(ghost)
+    return ghost

@@ -19,7 +19,7 @@ from typing import Any
 from plait import _C
 from plait.ckpt.agree import Agreement
 from plait.ckpt.aside import METRICS, check_metrics
-from plait.ckpt.background import Background
+from plait.ckpt.background import GRACE_S, Background
 from plait.ckpt.candidates import Seen, candidates, newest_step, newest_valid
 from plait.ckpt.capture import Capturer
 from plait.ckpt.commit import Writer
@@ -29,6 +29,7 @@ from plait.ckpt.errors import SnapshotError
 from plait.ckpt.group import options_of_group
 from plait.ckpt.handle import Handle
 from plait.ckpt.keep import Policy
+from plait.ckpt.lazy import sizes_to_come
 from plait.ckpt.lock import RootLock
 from plait.ckpt.ownership import own
 from plait.ckpt.partner import Partner
@@ -37,8 +38,6 @@ from plait.ckpt.state import Node
 from plait.ckpt.structure import Flattener
 from plait.ckpt.tiers import Launch, Tier
 from plait.ckpt.uploads import Tiers
-
-_GRACE_S = 30.0  # how long a program that fails still waits for a save in flight
 
 
 class Snapshots:
@@ -202,13 +201,13 @@ class Snapshots:
     def prepare(self, state: dict[str, Any], *, extra_bytes: int = 0) -> None:
         """Takes the staging memory for `state` and faults it in, so that the first save stalls like any other.
 
-        To be called before training, after a restore if there is one. extra_bytes: of state that does not exist yet
-        (an optimizer's before its first step). Not needed with `pool_bytes`.
+        To be called before training, after a restore if there is one. What torch's optimizers make at their first
+        step counts already; extra_bytes: of other state that is still to come. Not needed with `pool_bytes`.
         """
         self.wait()
         background, capturer = self._writing()
         background.start()
-        capturer.prepare(self._flattener.flatten(state), extra_bytes)
+        capturer.prepare(self._flattener.flatten(state), extra_bytes, sizes_to_come(state))
 
     def restore(
         self,
@@ -295,6 +294,6 @@ class Snapshots:
             self.close()
             return
         try:
-            self.close(timeout_s=_GRACE_S)
+            self.close(timeout_s=GRACE_S)
         except (SnapshotError, OSError) as later:
             error.add_note(f"and closing the snapshots failed: {later}")

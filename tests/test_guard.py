@@ -17,9 +17,11 @@ import pytest
 import torch
 
 from plait import _C
-from plait.ckpt import Snapshots, TornSnapshot, leaf
+from plait.ckpt import Snapshots, TornSnapshot, leaf, optimizer_state
 from plait.ckpt.capture import BLOCK_BYTES, Capturer
 from plait.ckpt.captured import Captured
+from plait.ckpt.lazy import sizes_to_come
+from plait.ckpt.state import flatten
 from tests.faults import failing
 
 SLOW = {"pool_bytes": 2 * BLOCK_BYTES, "rate_limit": 60 << 20}
@@ -382,6 +384,50 @@ def test_prepare_takes_the_memory_that_the_first_save_needs(tmp_path):
         pool = snapshots._capturer.pool
         snapshots.save(1, {"model": net, "more": torch.zeros(400_000)}).wait()
         assert snapshots._capturer.pool is pool
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "RAdam", "Adagrad", "Adafactor", "ASGD", "LBFGS", "Other"])
+def test_prepare_counts_what_an_optimizer_makes_at_its_first_step(tmp_path, name):
+    """The first save of a new run took its memory anew: no moment was there before, and it held the loop 100 times as
+    long as the second."""
+
+    class Other(torch.optim.Adam):
+        def step(self, closure=None):
+            raise AssertionError("another optimizer's step may do anything")
+
+    net = Net()
+    kind = Other if name == "Other" else getattr(torch.optim, name)
+    optimizer = kind(net.parameters(), lr=0.1, **({"momentum": 0.9} if name == "SGD" else {}))
+    optimizer.register_step_pre_hook(lambda *_: calls.append(name))
+    of_all = torch.optim.optimizer.register_optimizer_step_pre_hook(lambda *_: calls.append("all"))
+    before, kept, calls = [p.clone() for p in net.parameters()], len(optimizer.state), []
+    held = sum(p.nbytes for p in net.parameters())
+    state = {"model": net, "optim": optimizer_state(net, optimizer)}
+    with Snapshots(tmp_path) as snapshots:
+        snapshots.prepare({"nested": state, "schedule": torch.optim.lr_scheduler.StepLR(optimizer, 1)})
+        capacity = snapshots._capturer.pool.capacity
+        assert capacity >= held * (3 if name in ("AdamW", "RAdam") else 2 if name in ("SGD", "Adagrad") else 1)
+        assert capacity < held * (4 if name in ("AdamW", "RAdam") else 3)
+        assert len(optimizer.state) == kept and not calls and all(p.grad is None for p in net.parameters())
+        assert all(map(torch.equal, before, net.parameters()))
+        of_all.remove()
+        if name in ("AdamW", "RAdam", "SGD", "Adagrad"):
+            for p in net.parameters():
+                p.grad = torch.ones_like(p)
+            pool = snapshots._capturer.pool
+            optimizer.step()
+            snapshots.save(1, {"model": net, "optim": optimizer_state(net, optimizer)}).wait()
+            assert snapshots._capturer.pool is pool
+
+
+def test_prepare_takes_a_ranks_share_of_what_is_to_come():
+    """Two ranks with equal tensors write half of the parameters each, and of the moments."""
+    net = torch.nn.Linear(2048, 2048, bias=False)
+    state = {"model": net, "optim": optimizer_state(net, torch.optim.AdamW(net.parameters()))}
+    capturer = Capturer(1, 2)
+    capturer.prepare(flatten(state), 0, sizes_to_come(state))
+    assert 24 << 20 <= capturer.pool.capacity <= 26 << 20
+    capturer.close()
 
 
 def test_what_only_the_first_save_does_is_done_by_prepare(tmp_path):
