@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from plait import _C
 from plait.ckpt import Snapshots, TornSnapshot, leaf, optimizer_state
@@ -399,7 +400,7 @@ def test_prepare_counts_what_an_optimizer_makes_at_its_first_step(tmp_path, name
     kind = Other if name == "Other" else getattr(torch.optim, name)
     optimizer = kind(net.parameters(), lr=0.1, **({"momentum": 0.9} if name == "SGD" else {}))
     optimizer.register_step_pre_hook(lambda *_: calls.append(name))
-    of_all = torch.optim.optimizer.register_optimizer_step_pre_hook(lambda *_: calls.append("all"))
+    of_all = register_optimizer_step_pre_hook(lambda *_: calls.append("all"))
     before, kept, calls = [p.clone() for p in net.parameters()], len(optimizer.state), []
     held = sum(p.nbytes for p in net.parameters())
     state = {"model": net, "optim": optimizer_state(net, optimizer)}
