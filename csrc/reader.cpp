@@ -23,7 +23,7 @@ namespace {
 // What is read at once into a buffer: all buffers together stay in the last
 // cache, and take little memory that was never touched before.
 constexpr uint64_t kStepBytes = uint64_t{1} << 20;
-// What stays in the second cache from its checksum to its copy.
+// What stays in the second cache from its copy to its checksum.
 constexpr uint64_t kPieceBytes = uint64_t{64} << 10;
 
 // What block workers share. Owns up to two descriptors of the file, since
