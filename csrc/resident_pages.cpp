@@ -2,6 +2,8 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <mutex>
@@ -47,43 +49,51 @@ class Mapping {
   void* const data_;
 };
 
+// The kernel tells anybody else that a file is in memory, whether or not it is.
+bool is_told(int fd) {
+  struct stat info = {};
+  return ::fstat(fd, &info) == 0 &&
+         (info.st_uid == ::geteuid() ||
+          ::faccessat(fd, "", W_OK, AT_EACCESS | AT_EMPTY_PATH) == 0);
+}
+
 }  // namespace
 
 ResidentPages::ResidentPages(Io& io, const File& file)
-    : fd_(file.descriptor()), leased_(io.lease(fd_) == 1) {}
+    : fd_(file.descriptor()),
+      is_told_(is_told(fd_)),
+      leased_(io.lease(fd_) == 1) {}
 
 bool ResidentPages::are_resident(uint64_t offset, uint64_t bytes) const {
-  return Mapping(fd_, offset, bytes).is_resident();
+  return is_told_ && Mapping(fd_, offset, bytes).is_resident();
 }
 
+// Asks for the lease where nothing is resident too: whoever waits for the file
+// is let in between two blocks, however long the others take from a disk.
 ResidentPages::Found ResidentPages::use(
     uint64_t offset, uint64_t bytes,
     const std::function<void(const char*)>& use) {
   const Mapping pages(fd_, offset, bytes);
-  if (!pages.is_resident()) {
-    return Found::kAbsent;
-  }
+  const bool resident = is_told_ && pages.is_resident();
+  bool held = false;
   {
     std::shared_lock<std::shared_mutex> lock(mutex_);
-    if (!leased_) {
-      return Found::kCached;
-    }
-    if (is_held()) {
-      if (!pages.lock()) {
-        return Found::kCached;
-      }
+    held = is_held();
+    if (held && resident && pages.lock()) {
       use(pages.data());
       return Found::kUsed;
     }
   }
-  let_go();
-  return Found::kCached;
+  if (!held) {
+    let_go();
+  }
+  return resident ? Found::kCached : Found::kAbsent;
 }
 
 // No longer as soon as somebody waits for it, who is let in by the kernel after
 // /proc/sys/fs/lease-break-time at the latest: 45 s, for what takes us 1 ms.
 bool ResidentPages::is_held() const {
-  return ::fcntl(fd_, F_GETLEASE) == F_RDLCK;
+  return leased_ && ::fcntl(fd_, F_GETLEASE) == F_RDLCK;
 }
 
 void ResidentPages::let_go() {

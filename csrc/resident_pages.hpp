@@ -4,7 +4,10 @@
 // The one idea: memory of a mapping is only touched while it cannot go away. A
 // file that becomes shorter, or a disk that fails, would end the process by
 // SIGBUS; so a lease makes whoever would change the file wait for us, and
-// pages are locked into memory first.
+// pages are locked into memory first. Two get past the lease: who has waited
+// for lease-break-time (45 s) as we were stopped in a block, and who cuts the
+// file without opening it for writing (O_RDONLY | O_TRUNC; truncate() of an
+// overlay, of whose upper layer we read).
 #ifndef PLAIT_CSRC_RESIDENT_PAGES_HPP_
 #define PLAIT_CSRC_RESIDENT_PAGES_HPP_
 
@@ -42,6 +45,7 @@ class ResidentPages {
   bool is_held() const;
 
   const int fd_;
+  const bool is_told_;  // What the page cache has of the file.
   std::shared_mutex mutex_;  // Guards leased_; shared while memory is touched.
   bool leased_;
 };

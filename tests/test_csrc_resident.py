@@ -14,11 +14,13 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
 
 from plait import _C
+from plait.bench.snapshot_memory import resident_share
 from tests.csrc_memory import address_of, random_bytes
 
 BLOCK = 4 << 20
@@ -132,6 +134,40 @@ def test_a_file_that_is_cut_and_written_again_and_again_ends_no_reader(path):
     assert longest < 10  # The kernel would let it wait for 45 s.
 
 
+def test_who_wants_a_file_that_is_read_from_the_disk_is_let_in_between_two_blocks(path):
+    """Holes take no space and no place in the page cache. One thread, and many blocks after the one being read."""
+    blocks = 64
+    os.truncate(path, 0)
+    os.truncate(path, blocks * BLOCK)
+    crcs, target = _C.crc32c_blocks(bytes(BLOCK), BLOCK) * blocks, bytearray(b"x" * blocks)
+    requests = [(i * BLOCK, 1, address_of(target) + i) for i in range(blocks)]
+
+    def read_holes():
+        _C.read_ranges(_C.PosixIo(), path, blocks * BLOCK, crcs, requests, block_bytes=BLOCK, threads=1)
+
+    for _ in range(20):  # The system may let the opener sleep until all is read; never 20 times.
+        reader = threading.Thread(target=read_holes)
+        reader.start()
+        while reader.is_alive() and is_free(path):
+            pass
+        os.close(os.open(path, os.O_WRONLY))
+        when_let_in = through_read()
+        reader.join()
+        assert target == bytes(blocks)
+        if through_read() - when_let_in > 2 * BLOCK:
+            return
+    pytest.fail("who opened the file for writing waited until all of it was read")
+
+
+def is_free(path) -> bool:
+    """Nobody has a lease on it; asking makes a lease end."""
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+    except BlockingIOError:
+        return False
+    return True
+
+
 def test_readers_do_not_end_each_others_leases(path):
     """A lease of the test's own stands for that of another reader."""
     with open(path, "rb") as file:
@@ -166,6 +202,30 @@ def test_where_memory_may_not_be_locked_the_kernel_copies(path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=path.parent, env=env)
     assert done.stdout == "True\n", done.stderr
     assert resource.getrlimit(resource.RLIMIT_MEMLOCK) != (0, 0)  # here
+
+
+STRANGER = """
+    import ctypes, os, sys
+    sys.path.insert(0, sys.argv[2])
+    from tests import test_csrc_resident as t
+    os.setuid(65534)
+    ctypes.CDLL(None).prctl(4, 1)  # PR_SET_DUMPABLE: /proc/self/io may be read again
+    print(t.read(sys.argv[1])[0] == [t.DATA])
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_cold_file_of_somebody_else_is_read_past_the_page_cache(path):
+    """mincore() says of it that all is there, to those who could not write to it."""
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    path.parent.chmod(0o755)  # From inside, those above it do not count.
+    path.chmod(0o644)
+    with open(path, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    command = [sys.executable, "-c", textwrap.dedent(STRANGER), path.name, root]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=path.parent)
+    assert done.stdout == "True\n", done.stderr
+    assert resident_share(path.parent) == 0
 
 
 def test_the_mapping_is_gone_afterwards(path):
