@@ -338,8 +338,8 @@ def test_four_ranks_write_each_byte_once(tmp_path):
 
 
 def test_many_ranks_cost_a_fragment_each_and_a_slice_reads_one_data_file(tmp_path):
-    """Cases 8 and 42: rank 0 reads each fragment once, whatever is in it; replicated scalars and small boxes are not
-    spread over the ranks' files, so a slice opens one of 16."""
+    """Cases 8, 38 and 42: rank 0 reads each fragment once, whatever is in it, and alone writes what all ranks have;
+    replicated scalars and small boxes are not spread over the ranks' files, so a slice opens one of 16."""
     ranks, tp = 16, 2
     full = {f"w{i}": torch.arange(4096.0).reshape(64, 64) + i for i in range(20)}
 
@@ -359,6 +359,7 @@ def test_many_ranks_cost_a_fragment_each_and_a_slice_reads_one_data_file(tmp_pat
     assert set(fragments) >= {f"r{rank:05d}.json" for rank in range(1, ranks)}
     assert max(fragments.count(name) for name in set(fragments)) <= 2
     assert all(name != "open" or "/r0" not in path or f"r{5:05d}" in path for name, path in ops[5])
+    assert {rank for rank in range(ranks) for name, path in ops[rank] if path.endswith("objects.json")} == {0}
     io, part = _C.FaultIo([]), {n: s.tensor for n, s in shards(1).items()}
     for tensor in part.values():
         tensor.fill_(-1)

@@ -137,6 +137,7 @@ def write(io: _C.Io, path, pool: _C.StagingPool, shift: int = 64) -> _C.WriteRes
 
 
 def test_operations_and_their_order(tmp_path, pool):
+    """Case 11: descriptors alone, so that no buffer of a library is left to flush before the sync."""
     io = _C.FaultIo()
     write(io, tmp_path / "f", pool)
     assert io.ops == [(name, str(tmp_path / "f")) for name in OPS]
@@ -189,6 +190,7 @@ def test_writes_that_never_move_a_byte_end(tmp_path, pool):
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
 @pytest.mark.parametrize("index", [1, 3, 5, 7])
 def test_refused_direct_io_becomes_buffered_with_the_reason(tmp_path, pool, index, number):
+    """Case L12: at the open, at a full block, and at the tail, which is no multiple of 512."""
     io = _C.FaultIo([(index, "errno", number)])
     result = write(io, tmp_path / "f", pool)
     check_file(tmp_path / "f", bytes(pool.view(64, SIZE)), result)

@@ -99,7 +99,7 @@ def test_steps_right_after_a_save_do_not_change_what_is_saved(tmp_path, kind, po
 
 
 def test_a_small_pool_says_what_it_will_cost_and_holds_the_fence_not_the_call(tmp_path):
-    """Of five blocks, the ones with what must be in at once keep their own; the rest goes through the others."""
+    """Case 7: of five blocks, those with what must be in at once keep their own; the rest goes through the others."""
     net = Net()
     optimizer = OPTIMIZERS["adamw"](net.parameters())
     train(net, optimizer)

@@ -195,7 +195,7 @@ def test_random_grids_and_flat_ranges(tmp_path, case):
 
 
 def test_only_the_needed_blocks_are_read_each_once(tmp_path):
-    """Bytes read = touched blocks of 4 MiB, whatever the direction of the cut."""
+    """Case 44: bytes read = touched blocks of 4 MiB, whatever the direction of the cut."""
     full = torch.randn(4096, 2048)  # 32 MiB: 8 blocks and the header's
     with Snapshots(tmp_path) as snapshots:
         snapshots.save(1, {"w": full}).wait()
@@ -397,7 +397,7 @@ def two_snapshots(tmp_path):
 
 
 def test_a_flipped_bit_in_every_4_kib_of_every_file_is_found(two_snapshots):
-    """Cases L4, L6: the older snapshot is offered each time."""
+    """Cases L4, L6, 34: the older snapshot is offered each time."""
     folder = two_snapshots / "step-000000002"
     tried = 0
     for path in sorted(folder.iterdir()):

@@ -460,6 +460,7 @@ def test_a_snapshot_is_no_foreign_checkpoint(run, tmp_path, capsys):
 
 
 def test_a_snapshot_is_copied_to_a_url_and_back(tmp_path, capsys):
+    """Case 10: a store without descriptors, whose objects are whole once written."""
     url = f"memory://{tmp_path.name}/run"
     save_three_ranks(tmp_path / "run")
     code, report = answer(capsys, "copy", tmp_path / "run", url)

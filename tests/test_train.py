@@ -184,7 +184,7 @@ def test_a_run_whose_output_is_gone_saves_before_it_ends(tmp_path: Path, mesh: s
 
 @pytest.mark.parametrize("mesh", ["dp=1", "dp=2,pp=2"])
 def test_a_signal_during_the_evaluation_ends_it_at_a_batch_with_exit_0(tmp_path: Path, mesh: str) -> None:
-    """It was not looked at: the evaluation went on to its end, or to the kill after the stop bound.
+    """Case 40. It was not looked at: the evaluation went on to its end, or to the kill after the stop bound.
 
     On the grid one rank alone is asked, so that all stop at one batch only if they agree on it.
     """
