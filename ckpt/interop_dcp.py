@@ -45,6 +45,8 @@ def export_dcp(chosen: Chosen, path: Path) -> list[str]:
             cause = next(iter(error.failures.values()))[0]
             what = f"{type(cause).__name__}: {cause}"
             raise SnapshotError(f"'{path}': torch.distributed.checkpoint could not save: {what}") from cause
+        for file in part.iterdir():
+            file.chmod(0o600)
         sync(part)
     return chosen.left_out
 

@@ -33,6 +33,7 @@ def reader_of(root):
 
 def test_dcp_reads_what_was_exported_and_it_comes_back(run, tmp_path, capsys):
     exported(capsys, run, tmp_path / "dcp", "--format", "dcp")
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "dcp").iterdir()} == {0o600}
     want = {"model": {n: torch.zeros_like(t.contiguous()) for n, t in tensors().items()}, "step": 0, "lr": 0.0}
     dcp.load(want, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert (want["step"], want["lr"]) == (5, 0.1)
