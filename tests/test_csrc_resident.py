@@ -101,11 +101,11 @@ def test_the_lease_is_given_back_and_its_signal_is_left_alone(path):
 
 
 READER = """
-    import sys, time
+    import sys
     sys.path.insert(0, sys.argv[2])
     from tests import test_csrc_resident as t
-    path, stop, good, bad = sys.argv[1], time.monotonic() + 4, 0, 0
-    while time.monotonic() < stop:
+    path, good, bad = sys.argv[1], 0, 0
+    while good < 10 or good + bad < 60:
         try:
             good += t.read(path)[0] == [t.DATA]
         except t._C.ChecksumError:
@@ -130,7 +130,7 @@ def test_a_file_that_is_cut_and_written_again_and_again_ends_no_reader(path):
         os.close(fd)
         time.sleep(0.02)
     good, bad = map(int, reader.communicate()[0].split())
-    assert reader.returncode == 0 and rounds > 10 and good + bad > 10 and good > 0
+    assert reader.returncode == 0 and rounds > 3 and good > 0
     assert longest < 10  # The kernel would let it wait for 45 s.
 
 
