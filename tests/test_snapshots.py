@@ -150,7 +150,7 @@ def test_a_foreign_reader_puts_shards_together(tmp_path):
 
 
 def test_a_view_is_stored_with_its_own_bytes_only(tmp_path):
-    """A slice of a large tensor must not bring its storage along."""
+    """Case 43: a slice of a large tensor must not bring its storage along."""
     big = torch.arange(1_000_000.0)
     with Snapshots(tmp_path) as snapshots:
         handle = snapshots.save(1, {"w": big[:10]})

@@ -310,12 +310,12 @@ def test_a_bad_run_is_refused_before_a_rank_starts(
 
 
 def test_torchrun_starts_the_same_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two processes with the environment that torchrun gives."""
+    """Two processes with the environment that torchrun gives, which says more ranks than --mesh: dp is then 2."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    flags = f"{SMALL} --mesh dp=2 --steps 2 --out {tmp_path / 'run'}".split()
+    flags = f"{SMALL} --mesh dp=1 --steps 2 --out {tmp_path / 'run'}".split()
     command = [sys.executable, "-P", "-m", "plait", "train", *flags]
     workers = [
         subprocess.Popen(
@@ -329,7 +329,7 @@ def test_torchrun_starts_the_same_program(tmp_path: Path, capsys: pytest.Capture
     ]
     said = [worker.communicate(timeout=launchers.END_S)[0] for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0], said
-    assert "step 2/2" in said[0] and "step" not in said[1]
+    assert "step 2/2" in said[0] and "torchrun started 2 ranks, which are dp=2" in said[0] and "step" not in said[1]
     run(f"--mesh dp=2 --steps 2 --out {tmp_path / 'local'}")
     assert_equal(tmp_path / "run", tmp_path / "local", capsys)
 
