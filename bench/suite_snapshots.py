@@ -26,7 +26,7 @@ from statistics import median
 import torch
 
 from plait import _C
-from plait.bench import snapshot_table, snapshot_whole
+from plait.bench import snapshot_device, snapshot_table, snapshot_whole
 from plait.bench.ending import scratch_folder
 from plait.bench.providers import not_asked
 from plait.bench.snapshot_memory import drop_from_cache
@@ -48,7 +48,8 @@ ODD = 1013  # elements by which tensor sizes differ: no multiple of a page, a bl
 
 
 def cases(full: bool) -> list[Case]:
-    """64 MiB in 30 tensors; with `full` also warm restores, and all of it with 1 GiB in 300."""
+    """64 MiB in 30 tensors; with `full` also warm restores, and all of it with 1 GiB in 300; 1 GiB from a device, where
+    there is one."""
     quantities = ["stall", "durable", "restore cold", *(["restore warm"] if full else [])]
     small = [
         Case(
@@ -58,7 +59,7 @@ def cases(full: bool) -> list[Case]:
         )
         for quantity in quantities
     ]
-    return [*small, *(snapshot_whole.cases(1024, 300) if full else [])]
+    return [*small, *(snapshot_whole.cases(1024, 300) if full else []), *snapshot_device.cases(1024, 300)]
 
 
 def make_state(nbytes: int, count: int, seed: int) -> State:
@@ -130,6 +131,8 @@ def measure(case: Case, options: Options) -> CaseResult:
     """
     if case.params["quantity"] == "all":
         return snapshot_whole.measure(case, options)
+    if case.params["quantity"] == "from device":
+        return snapshot_device.measure(case, options)
     nbytes = case.params["mib"] * MIB
     warmup = min(options.warmup, 1)  # one turn faults in the staging memory; the check before it made all folders
     order = random.Random(options.seed)

@@ -21,6 +21,7 @@ import torch
 
 from plait.bench import (
     providers,
+    snapshot_device,
     snapshot_memory,
     snapshot_others,
     snapshot_table,
@@ -30,7 +31,7 @@ from plait.bench import (
 )
 from plait.bench.snapshot_training import Nudge, Training
 from plait.bench.snapshot_way import Pending, save
-from plait.bench.spec import Case, CaseResult, Measured, Options
+from plait.bench.spec import Case, CaseResult, Measured, Options, WrongResultError
 from tests.ranks import run_ranks
 
 PARAMS = {"mib": 1, "tensors": 5, "seed": 0, "step_s": 0.001, "cold": True, "threads": [1, 2]}
@@ -116,6 +117,29 @@ def test_a_way_that_saves_later_values_is_wrong_not_fast(tmp_path, monkeypatch):
     monkeypatch.setitem(snapshot_turn.WAYS, "late", snapshot_turn.Way("torch", lambda root, state, nudge: Late()))
     answer = snapshot_turn.run("late", tmp_path, {**PARAMS, "threads": [1]})
     assert "layer.0 is not what it was when the save was called" in answer["wrong"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_what_leaves_a_device_is_measured_where_there_is_one(monkeypatch, there):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    names = [case.name for full in (False, True) for case in suite_snapshots.cases(full)]
+    assert names.count("1024 MiB in 300, from the device") == 2 * there
+
+
+def test_a_save_from_a_device_is_timed_beside_a_copy_and_compared(tmp_path, monkeypatch):
+    """On the CPU: the code is the same but for page-locked memory and the wait for the device."""
+    params = {"mib": 1, "tensors": 5, "quantity": "from device", "device": "cpu", "folder": str(tmp_path)}
+    case = Case("small", params, bytes_moved=float(1 << 20))
+    result = suite_snapshots.measure(case, Options(rounds=2, warmup=0))
+    ours, limit = result.providers["plait"], result.providers["limit"]
+    assert len(ours.samples_s) == len(limit.samples_s) == 2 and min(ours.samples_s + limit.samples_s) > 0
+    assert ours.figures["x limit"] == pytest.approx(
+        sum(a / b for a, b in zip(ours.samples_s, limit.samples_s, strict=True)) / 2
+    )
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(snapshot_device.Snapshots, "restore", lambda *_: None)
+    with pytest.raises(WrongResultError, match="layer.0 differs"):
+        suite_snapshots.measure(case, Options(rounds=1, warmup=0))
 
 
 def test_the_state_has_its_size_and_the_nudges_can_be_taken_back():
