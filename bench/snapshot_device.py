@@ -1,5 +1,5 @@
-"""How fast a state leaves a device: from a save's call until its bytes are in the host's memory, beside one copy of as
-many bytes into page-locked memory by the driver, in turn.
+"""How fast a state leaves a device: from a save's call until its bytes are in the host's memory, beside one copy of
+as many bytes into page-locked memory by the driver, in turn.
 
 One case of the `snapshots` suite, where there is a CUDA device. The clock stops when the compute stream may write
 again: `fence()` lets it wait for the copies, and the host then waits for it. Writing goes on meanwhile and is waited
@@ -21,7 +21,9 @@ from plait.bench.spec import Case, CaseResult, Measured, Options, WrongResultErr
 from plait.bench.stats import paired_ratio
 from plait.ckpt import Snapshots
 
-NOTE = "host_wall, one process; limit: one copy_ of as many bytes into page-locked memory; goal: at most 1.11 times that"
+NOTE = (
+    "host_wall, one process; limit: one copy_ of as many bytes into page-locked memory; goal: at most 1.11 times that"
+)
 
 
 def cases(mib: int, tensors: int) -> list[Case]:
@@ -33,8 +35,8 @@ def cases(mib: int, tensors: int) -> list[Case]:
 
 
 class Device:
-    """A state on a device, the snapshots that save it, and a buffer with its page-locked copy. On the CPU, for tests of
-    this code, nothing is page-locked."""
+    """A state on a device, the snapshots that save it, and a buffer with its page-locked copy. On the CPU, for tests
+    of this code, nothing is page-locked."""
 
     def __init__(self, root: Path, case: Case, seed: int) -> None:
         params = case.params
@@ -84,7 +86,7 @@ class Device:
 
 
 def measure(case: Case, options: Options) -> CaseResult:
-    """Runs the case; params: mib, tensors, device, and a `folder` to write to (default: the system's temporary one)."""
+    """Runs the case; params: mib, tensors, device, and a `folder` to write to (default: the temporary one)."""
     order = random.Random(options.seed)
     samples: dict[str, list[float]] = {"plait": [], "limit": []}
     with scratch_folder(inside=case.params.get("folder")) as root:

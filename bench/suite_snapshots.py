@@ -48,8 +48,8 @@ ODD = 1013  # elements by which tensor sizes differ: no multiple of a page, a bl
 
 
 def cases(full: bool) -> list[Case]:
-    """64 MiB in 30 tensors; with `full` also warm restores, and all of it with 1 GiB in 300; 1 GiB from a device, where
-    there is one."""
+    """64 MiB in 30 tensors; with `full` also warm restores, and all of it with 1 GiB in 300; 1 GiB from a device,
+    where there is one."""
     quantities = ["stall", "durable", "restore cold", *(["restore warm"] if full else [])]
     small = [
         Case(

@@ -68,9 +68,9 @@ class Background:
         self._jobs.put((handle, captured))
 
     def capture(self, handle: Handle, captured: Captured, finish: Callable[[], None]) -> None:
-        """Hands a state over and calls `finish`, which captures it: it is written meanwhile, except that copies from
-        a device come first. Raises what `finish` does, or what ended the writing before it."""
-        early = not captured.on_device
+        """Hands a state over and calls `finish`, which captures it: it is written meanwhile, unless it says that the
+        capture comes first. Raises what `finish` does, or what ended the writing before it."""
+        early = not captured.first
         if early:
             self.submit(handle, captured)
         try:

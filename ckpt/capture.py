@@ -67,6 +67,7 @@ class _Plan:
     others: tuple[_Other, ...]
     lazy: tuple[_Lazy, ...]
     on_device: bool
+    eager_bytes: int  # copied in the call
 
 
 class Capturer:
@@ -104,9 +105,7 @@ class Capturer:
         """
         plan = self._planned(flat)
         _hold(flat, plan)
-        held = sum(
-            f.tensor.numel() * f.tensor.element_size() for n, f in flat.tensors.items() if n not in plan.aliases
-        )
+        held = sum(leaf.tensor.nbytes for name, leaf in flat.tensors.items() if name not in plan.aliases)
         mine = min(1.0, plan.layout.data_bytes / held) if held else 1.0
         extra_bytes += int(mine * sum(sizes)) + _PIECE_ROOM * len(sizes)
         pool = self._pool_of(len(plan.layout.header) + plan.layout.data_bytes + extra_bytes)
@@ -132,9 +131,11 @@ class Capturer:
             block_bytes=BLOCK_BYTES,
             threads=self._threads,
         )
-        captured.stage = stage
+        captured.stage, captured.pool = stage, pool
         captured.flight = Flight(step, stage, _hold(flat, plan, stage.slabs > 1), plan.names)
-        captured.pool, captured.on_device = pool, plan.on_device and captured.slabs == 1
+        # Copies of a device run into the pool, which nobody else may empty meanwhile; a short call would only wait
+        # for the interpreter, which the writing thread keeps for 5 ms at a time.
+        captured.first = captured.slabs == 1 and (plan.on_device or plan.eager_bytes < BLOCK_BYTES)
         return captured
 
     def finish(self, captured: Captured, flat: Flat) -> None:
@@ -215,7 +216,8 @@ class Capturer:
         kept = DataLayout(layout.header, tuple(map(_without_data, layout.pieces)), layout.data_bytes)
         names = tuple(placed.share.leaf.name for placed in layout.pieces)
         on_device = any(leaf.tensor.is_cuda for leaf in own)
-        return _Plan(signature, kept, names, aliases, tuple(staged), tuple(others), tuple(lazy.values()), on_device)
+        eager, late = sum(size for _, size, _, waits in staged if not waits), tuple(lazy.values())
+        return _Plan(signature, kept, names, aliases, tuple(staged), tuple(others), late, on_device, eager)
 
     def _pool_of(self, num_bytes: int) -> _C.StagingPool:
         """Returns the pool, grown when too small, unless its size was given."""

@@ -33,7 +33,7 @@ class Captured:
         self.stage: _C.Stage | None = None
         self.pool: _C.StagingPool | None = None
         self.flight: Flight | None = None
-        self.on_device = False  # copies of a device run into the pool, which nobody else may empty meanwhile
+        self.first = False  # captured before the writing thread hears of it
         self._rank = rank
 
     @property

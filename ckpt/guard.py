@@ -72,6 +72,12 @@ class Flight:
             device.hold_writes(owner, on_device)
         self.fence_s += time.monotonic() - began
 
+    def hurry(self) -> None:
+        """The training thread waits for the save: its processor helps."""
+        with self._lock:
+            if not self._over:
+                self._stage.hurry()
+
     def settle(self) -> None:
         """The writing thread, after the last copy (whose samples have been compared): TornSnapshot when a write came
         before its fence."""

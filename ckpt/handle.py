@@ -62,7 +62,7 @@ class Handle:
         if level not in ("local", "remote"):
             raise ValueError(f"level={level!r}: must be 'local' or 'remote'")
         began = time.monotonic()
-        if not self._finished.wait(timeout_s):
+        if not self._wait(timeout_s):
             raise TimeoutError(f"the snapshot of step {self.step} is not durable after {timeout_s} s")
         self.raise_once()
         if level == "remote":
@@ -73,7 +73,12 @@ class Handle:
 
     def settle(self, timeout_s: float | None = None) -> None:
         """Waits until done and raises nothing."""
-        self._finished.wait(timeout_s)
+        self._wait(timeout_s)
+
+    def _wait(self, timeout_s: float | None) -> bool:
+        if self._flight is not None and not self.done():
+            self._flight.hurry()
+        return self._finished.wait(timeout_s)
 
     def raise_once(self) -> None:
         """Raises the save's error unless it was raised before."""

@@ -91,7 +91,11 @@ def _sizes_of(optimizer: torch.optim.Optimizer) -> list[int]:
     step: Any = type(optimizer).step
     try:
         getattr(step, "__wrapped__", step)(ghost)  # without the hooks of all optimizers, which torch puts around it
-    except (RuntimeError, TypeError, AssertionError):  # a value is asked for, a closure, or a device (capturable=True)
+    except (
+        RuntimeError,
+        TypeError,
+        AssertionError,
+    ):  # a value is asked for, a closure, or a device (capturable=True)
         return []
     made = [tensor for part in ghost.state.values() for tensor in part.values() if isinstance(tensor, torch.Tensor)]
     return [tensor.numel() * tensor.element_size() for tensor in made]

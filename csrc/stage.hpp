@@ -58,6 +58,11 @@ class Stage final : public BlockSource {
   // others are copied by threads at low priority from then on. In slabs that
   // needs a writer at work, and all that lies before in the file filled in.
   void capture();
+  // The caller waits for the save: no processor is kept for training any more.
+  void hurry() {
+    Lock lock(mutex_);
+    hurry(1);
+  }
   // To be called before memory is overwritten: returns when nothing of these
   // ranges is still to be read.
   void fence(const std::vector<Range>& ranges);

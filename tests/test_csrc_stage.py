@@ -379,3 +379,22 @@ def test_on_few_processors_writing_into_memory_waits_for_the_copies(direct):
         os.sched_setaffinity(0, before)
     assert content[-1] == memory[0][-1]  # which is alive until here
     assert found["result"].crcs and set(seen) <= {None, b"\0"} and content[len(HEADER)] != 0
+
+
+def test_who_waits_for_the_save_ends_the_wait_of_writers_for_copies():
+    """Both threads copy, and writers hash: what is calm only spares a processor for training. Same file."""
+    pool = _C.StagingPool(25 * HUGE)
+    stage, memory, content, pieces = stage_of(pool, [48 << 20], lazy=[0], block_bytes=1 << 20)
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, set(sorted(before)[:2]))
+    try:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+            thread, found = writing(stage, f"{folder}/f", direct=False)
+            stage.hurry()
+            stage.capture()
+            thread.join()
+            with open(f"{folder}/f", "rb") as file:
+                assert file.read() == content and found["result"].crcs
+    finally:
+        os.sched_setaffinity(0, before)
+    assert stage.hashes() == [_C.xxh3_128(bytes(content[pieces[0][2] :])).hex()] and len(memory[0])

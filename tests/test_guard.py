@@ -19,8 +19,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from plait import _C
 from plait.ckpt import Snapshots, TornSnapshot, leaf, optimizer_state
+from plait.ckpt.background import Background
 from plait.ckpt.capture import BLOCK_BYTES, Capturer
 from plait.ckpt.captured import Captured
+from plait.ckpt.guard import Flight
 from plait.ckpt.lazy import sizes_to_come
 from plait.ckpt.state import flatten
 from tests.faults import failing
@@ -96,6 +98,41 @@ def test_steps_right_after_a_save_do_not_change_what_is_saved(tmp_path, kind, po
             handle.wait()
             assert same(saved(tmp_path, step, wanted), wanted)
             assert handle.fence_s >= 0 and (handle.slabs > 1) == bool(pool)
+
+
+@pytest.mark.parametrize(("guarded", "wanted"), [(True, ["captured", "told"]), (False, ["told", "captured"])])
+def test_a_short_call_is_over_before_the_writing_thread_wants_the_interpreter(tmp_path, monkeypatch, guarded, wanted):
+    """It keeps it for 5 ms at a time. A long call is written meanwhile."""
+    seen = []
+    submit, finish = Background.submit, Capturer.finish
+    monkeypatch.setattr(Background, "submit", lambda *args: (seen.append("told"), submit(*args))[1])
+    monkeypatch.setattr(Capturer, "finish", lambda *args: (finish(*args), seen.append("captured"))[0])
+    weight = torch.nn.Parameter(torch.zeros(BLOCK_BYTES // 2))
+    optimizer = torch.optim.SGD([weight])
+    with Snapshots(tmp_path) as snapshots:
+        if guarded:
+            snapshots.guard(optimizer)
+        snapshots.save(1, {"w": weight}).wait()
+    assert seen == wanted
+
+
+def test_whoever_waits_for_a_save_lends_it_his_processor(tmp_path, monkeypatch):
+    """Once a wait, and never after its end; a fence and `done()` are no such waits."""
+    hurried = []
+    monkeypatch.setattr(Flight, "hurry", lambda flight, hurry=Flight.hurry: (hurried.append(flight), hurry(flight)))
+    weight = torch.nn.Parameter(torch.zeros(4 * BLOCK_BYTES))
+    optimizer = torch.optim.SGD([weight])
+    with Snapshots(tmp_path, **LAZY) as snapshots:
+        snapshots.guard(optimizer)
+        handle = snapshots.save(1, {"w": weight})
+        assert not handle.done()
+        optimizer.step()
+        assert not hurried
+        handle.wait()
+        assert hurried == [handle._flight]
+        handle.wait()
+        handle._flight.hurry()  # of a save that is over: nothing
+    assert len(hurried) == 2
 
 
 def test_a_small_pool_says_what_it_will_cost_and_holds_the_fence_not_the_call(tmp_path):
