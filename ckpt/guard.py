@@ -72,11 +72,11 @@ class Flight:
             device.hold_writes(owner, on_device)
         self.fence_s += time.monotonic() - began
 
-    def hurry(self) -> None:
-        """The training thread waits for the save: its processor helps."""
+    def hurry(self, more: int) -> None:
+        """1: the training thread waits for the save, and its processor helps; -1: no longer."""
         with self._lock:
             if not self._over:
-                self._stage.hurry()
+                self._stage.hurry(more)
 
     def settle(self) -> None:
         """The writing thread, after the last copy (whose samples have been compared): TornSnapshot when a write came

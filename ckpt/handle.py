@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from plait.ckpt.captured import Captured
+from plait.ckpt.guard import Flight
 
 
 class Handle:
@@ -27,6 +28,7 @@ class Handle:
         self.folder: Path | None = None
         self.began = time.monotonic()
         self.copies: list[str] = []
+        self._flight: Flight | None = None
         self._finished, self._copied = threading.Event(), threading.Event()
         self._error: BaseException | None = None
         self._raised = self._copy_raised = False
@@ -76,9 +78,13 @@ class Handle:
         self._wait(timeout_s)
 
     def _wait(self, timeout_s: float | None) -> bool:
-        if self._flight is not None and not self.done():
-            self._flight.hurry()
-        return self._finished.wait(timeout_s)
+        if self._flight is None or self.done():
+            return self._finished.wait(timeout_s)
+        self._flight.hurry(1)
+        try:
+            return self._finished.wait(timeout_s)
+        finally:
+            self._flight.hurry(-1)
 
     def raise_once(self) -> None:
         """Raises the save's error unless it was raised before."""

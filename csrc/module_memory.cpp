@@ -94,7 +94,7 @@ void bind_stage(py::module_& module) {
       .def_property_readonly("copied", &Stage::copied)
       .def("start", &Stage::start, Unlocked())
       .def("capture", &Stage::capture, Unlocked())
-      .def("hurry", py::overload_cast<>(&Stage::hurry), Unlocked())
+      .def("hurry", &Stage::hurry, "more"_a, Unlocked())
       .def("fence", &Stage::fence, "ranges"_a, Unlocked())
       .def("wait_copied", &Stage::wait_copied, Unlocked())
       .def("open", &Stage::open, "file_offset"_a, "nbytes"_a, Unlocked())

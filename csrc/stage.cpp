@@ -180,7 +180,7 @@ void Stage::capture() {
 void Stage::fence(const std::vector<Range>& ranges) {
   const std::vector<size_t> wanted = lazy_.overlapping(ranges);
   Lock lock(mutex_);
-  hurry(1);
+  count_waiting(1);
   for (const size_t index : wanted) {
     const uint64_t block = plan_.parts[index].file_offset / block_bytes();
     changed_.wait(lock, [&] {
@@ -195,14 +195,14 @@ void Stage::fence(const std::vector<Range>& ranges) {
     changed_.wait(lock,
                   [&] { return progress_.state(index) != State::kRunning; });
   }
-  hurry(-1);
+  count_waiting(-1);
 }
 
 void Stage::wait_copied() {
   Lock lock(mutex_);
-  hurry(1);
+  count_waiting(1);
   changed_.wait(lock, [&] { return over_ || progress_.all_in(); });
-  hurry(-1);
+  count_waiting(-1);
   throw_if_over();
 }
 

@@ -58,10 +58,11 @@ class Stage final : public BlockSource {
   // others are copied by threads at low priority from then on. In slabs that
   // needs a writer at work, and all that lies before in the file filled in.
   void capture();
-  // The caller waits for the save: no processor is kept for training any more.
-  void hurry() {
+  // 1: the caller waits for the save from now on, and no processor is kept for
+  // training; -1: no longer.
+  void hurry(int more) {
     Lock lock(mutex_);
-    hurry(1);
+    count_waiting(more);
   }
   // To be called before memory is overwritten: returns when nothing of these
   // ranges is still to be read.
@@ -141,7 +142,7 @@ class Stage final : public BlockSource {
   void start_threads(const Priority& priority);
   void work(int worker);
   // Somebody waits for copies from now on, or no longer.
-  void hurry(int more) {
+  void count_waiting(int more) {
     hurried_ += more;
     changed_.notify_all();
   }

@@ -390,7 +390,7 @@ def test_who_waits_for_the_save_ends_the_wait_of_writers_for_copies():
     try:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
             thread, found = writing(stage, f"{folder}/f", direct=False)
-            stage.hurry()
+            stage.hurry(1)
             stage.capture()
             thread.join()
             with open(f"{folder}/f", "rb") as file:

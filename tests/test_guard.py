@@ -117,22 +117,23 @@ def test_a_short_call_is_over_before_the_writing_thread_wants_the_interpreter(tm
 
 
 def test_whoever_waits_for_a_save_lends_it_his_processor(tmp_path, monkeypatch):
-    """Once a wait, and never after its end; a fence and `done()` are no such waits."""
-    hurried = []
-    monkeypatch.setattr(Flight, "hurry", lambda flight, hurry=Flight.hurry: (hurried.append(flight), hurry(flight)))
+    """As long as he waits; a fence and `done()` are no such waits, and of a save that is over nothing is asked."""
+    told, hurry = [], Flight.hurry
+    monkeypatch.setattr(Flight, "hurry", lambda flight, more: (told.append(more), hurry(flight, more)))
     weight = torch.nn.Parameter(torch.zeros(4 * BLOCK_BYTES))
     optimizer = torch.optim.SGD([weight])
-    with Snapshots(tmp_path, **LAZY) as snapshots:
+    with Snapshots(tmp_path, **{**LAZY, "pool_bytes": 2 * BLOCK_BYTES}) as snapshots:
         snapshots.guard(optimizer)
         handle = snapshots.save(1, {"w": weight})
-        assert not handle.done()
+        assert not handle.done() and not told
+        with pytest.raises(TimeoutError):
+            handle.wait(timeout_s=0.01)
+        assert told == [1, -1]
         optimizer.step()
-        assert not hurried
+        assert told == [1, -1]
         handle.wait()
-        assert hurried == [handle._flight]
         handle.wait()
-        handle._flight.hurry()  # of a save that is over: nothing
-    assert len(hurried) == 2
+        assert told == [1, -1, 1, -1]
 
 
 def test_a_small_pool_says_what_it_will_cost_and_holds_the_fence_not_the_call(tmp_path):
