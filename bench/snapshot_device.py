@@ -16,7 +16,7 @@ import torch
 
 from plait.bench.ending import scratch_folder
 from plait.bench.snapshot_turn import MIB, fast_state
-from plait.bench.snapshot_way import State, size_of
+from plait.bench.snapshot_way import State, differing, size_of
 from plait.bench.spec import Case, CaseResult, Measured, Options, WrongResultError
 from plait.bench.stats import paired_ratio
 from plait.ckpt import Snapshots
@@ -80,9 +80,8 @@ class Device:
         """Loads the last save and compares bit for bit; WrongResultError."""
         target = {name: torch.zeros_like(value) for name, value in self.state.items()}
         self.snapshots.restore(dict(target))
-        for name, value in self.state.items():
-            if not torch.equal(value.view(torch.int32), target[name].view(torch.int32)):
-                raise WrongResultError(f"plait: {name} differs from what was saved")
+        if name := differing(self.state, target):
+            raise WrongResultError(f"plait: {name} differs from what was saved")
 
 
 def measure(case: Case, options: Options) -> CaseResult:

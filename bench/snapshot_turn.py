@@ -28,7 +28,7 @@ from plait.bench.snapshot_limits import Limits
 from plait.bench.snapshot_others import DeepSpeed, Nvrx, Orbax, TorchSnapshot
 from plait.bench.snapshot_peers import Dcp, DcpAsync, DcpProcess, Plait, Safetensors, TorchSaveFast
 from plait.bench.snapshot_training import Loss, Nudge, Training
-from plait.bench.snapshot_way import Pending, Provider, Saved, State, save, sync_all, version_of
+from plait.bench.snapshot_way import Pending, Provider, Saved, State, differing, save, sync_all, version_of
 from plait.bench.spec import WrongResultError
 
 Samples = dict[str, list[float]]
@@ -184,9 +184,8 @@ class Turn:
         self.note(f"restore {kind}", time.perf_counter() - start)
         self.note("memory restore", memory.peak_since(before))
         with self.training.optimizer.as_it_was(flipped):
-            for key, value in self.state.items():
-                if not torch.equal(value.view(torch.int32), self.target[key].view(torch.int32)):
-                    raise WrongResultError(f"{self.name}: {key} is not what it was when the save was called")
+            if key := differing(self.state, self.target):
+                raise WrongResultError(f"{self.name}: {key} is not what it was when the save was called")
 
     def run(self) -> Samples:
         """Everything in order; returns all samples."""

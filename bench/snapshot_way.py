@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from torch import Tensor
+from torch import Tensor, equal, int32
 
 State = dict[str, Tensor]
 
@@ -96,6 +96,11 @@ def copy_into(state: State, loaded: State) -> None:
         raise KeyError(f"names differ: {sorted(loaded.keys() ^ state.keys())}")
     for name, value in state.items():
         value.copy_(loaded[name])
+
+
+def differing(state: State, loaded: State) -> str | None:
+    """Returns the first name whose fp32 tensors differ in a bit; None where all are the same."""
+    return next((k for k, v in state.items() if not equal(v.view(int32), loaded[k].view(int32))), None)
 
 
 def sync(path: Path) -> None:

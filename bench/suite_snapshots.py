@@ -31,7 +31,7 @@ from plait.bench.ending import scratch_folder
 from plait.bench.providers import not_asked
 from plait.bench.snapshot_memory import drop_from_cache
 from plait.bench.snapshot_peers import Plait, build
-from plait.bench.snapshot_way import State, save
+from plait.bench.snapshot_way import State, differing, save
 from plait.bench.spec import Case, CaseResult, Measured, Options, Suite, WrongResultError
 from plait.bench.stats import paired_ratio
 
@@ -117,9 +117,8 @@ class Bench:
         start = time.perf_counter()
         self.providers[name].load(path, self.target)
         seconds = time.perf_counter() - start
-        for key, value in self.state.items() if checked else ():
-            if not torch.equal(value.view(torch.int32), self.target[key].view(torch.int32)):
-                raise WrongResultError(f"{name}: {key} differs from what was saved")
+        if checked and (key := differing(self.state, self.target)):
+            raise WrongResultError(f"{name}: {key} differs from what was saved")
         return seconds
 
 

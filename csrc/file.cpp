@@ -2,15 +2,14 @@
 
 #include <fcntl.h>
 #include <linux/magic.h>
-#include <sys/mman.h>
 #include <sys/vfs.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <exception>
+#include <stdexcept>
 #include <utility>
-#include <vector>
 
 #include "errors.hpp"
 
@@ -28,6 +27,19 @@ bool refuses_direct(int64_t result) {
 }
 
 }  // namespace
+
+void check_transfer(const std::string& call, uint64_t block_bytes,
+                    int threads) {
+  if (block_bytes == 0 || block_bytes % kDirectAlignment != 0) {
+    throw std::invalid_argument(call + ": block_bytes is " +
+                                std::to_string(block_bytes) +
+                                ", must be a positive multiple of 4096");
+  }
+  if (threads < 1) {
+    throw std::invalid_argument(call + ": threads is " +
+                                std::to_string(threads) + ", must be >= 1");
+  }
+}
 
 File::File(Io& io, std::string path, int flags, mode_t mode)
     : io_(io), path_(std::move(path)) {

@@ -23,6 +23,10 @@ constexpr uint64_t round_up(uint64_t value, uint64_t quantum) {
   return (value + quantum - 1) / quantum * quantum;
 }
 
+// Throws std::invalid_argument, naming the call, for blocks that direct I/O does
+// not take and for no threads.
+void check_transfer(const std::string& call, uint64_t block_bytes, int threads);
+
 // Owns a descriptor. Transfers may run in several threads at once; the other
 // methods belong to the owner. Interrupted and short transfers go on until all
 // bytes moved; any other failure throws std::system_error naming the operation

@@ -12,6 +12,7 @@
 #include "io_facts.hpp"
 #include "module_doc.hpp"
 #include "reader.hpp"
+#include "stream_copy.hpp"
 
 namespace py = pybind11;
 
@@ -77,7 +78,7 @@ void bind_errors(py::module_& module) {
   });
 }
 
-void bind_checksums(py::module_& module) {
+void bind_bytes(py::module_& module) {
   module.def("crc32c_fold_width", &plait::crc32c_fold_width);
   module.def(
       "crc32c",
@@ -97,6 +98,15 @@ void bind_checksums(py::module_& module) {
         return py::bytes(with_bytes(data, plait::xxh3_128));
       },
       "data"_a);
+  module.def(
+      "stream_copy",
+      [](uint64_t address, const py::buffer& source, int width) {
+        with_bytes(source, [&](const void* data, size_t bytes) {
+          plait::stream_copy(reinterpret_cast<void*>(address), data, bytes,
+                             width);
+        });
+      },
+      "address"_a, "source"_a, "width"_a = plait::kWidest);
 }
 
 void bind_io(py::module_& module) {
@@ -194,7 +204,7 @@ void bind_small_files(py::module_& module) {
 PYBIND11_MODULE(_C, module) {
   module.doc() = plait::kModuleDoc;
   bind_errors(module);
-  bind_checksums(module);
+  bind_bytes(module);
   bind_io(module);
   plait::bind_memory(module);
   bind_data_files(module);

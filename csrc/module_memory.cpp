@@ -2,7 +2,6 @@
 #include "bindings.hpp"
 #include "stage.hpp"
 #include "staging_pool.hpp"
-#include "stream_copy.hpp"
 
 namespace py = pybind11;
 
@@ -102,14 +101,6 @@ void bind_stage(py::module_& module) {
       .def("cancel", &Stage::cancel, "reason"_a, Unlocked())
       .def("hashes", &hex_hashes, Unlocked())
       .def("close", &Stage::close, Unlocked());
-  module.def(
-      "stream_copy",
-      [](uint64_t address, const py::buffer& source, int width) {
-        const py::buffer_info info = source.request();
-        stream_copy(reinterpret_cast<void*>(address), info.ptr,
-                    static_cast<size_t>(info.view()->len), width);
-      },
-      "address"_a, "source"_a, "width"_a = 64);
   module.def(
       "write_stage",
       [](Io& io, const Path& path, Stage& stage, int threads,

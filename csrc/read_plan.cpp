@@ -11,16 +11,7 @@ namespace {
 
 void check_arguments(uint64_t file_bytes, size_t num_crcs,
                      const ReadOptions& options) {
-  if (options.block_bytes == 0 || options.block_bytes % kDirectAlignment != 0) {
-    throw std::invalid_argument("read_ranges: block_bytes is " +
-                                std::to_string(options.block_bytes) +
-                                ", must be a positive multiple of 4096");
-  }
-  if (options.threads < 1) {
-    throw std::invalid_argument("read_ranges: threads is " +
-                                std::to_string(options.threads) +
-                                ", must be >= 1");
-  }
+  check_transfer("read_ranges", options.block_bytes, options.threads);
   const uint64_t num_blocks =
       (file_bytes + options.block_bytes - 1) / options.block_bytes;
   if (num_crcs != num_blocks) {

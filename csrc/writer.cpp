@@ -20,19 +20,6 @@
 namespace plait {
 namespace {
 
-void check_options(const WriteOptions& options) {
-  if (options.block_bytes == 0 || options.block_bytes % kDirectAlignment != 0) {
-    throw std::invalid_argument("write_file: block_bytes is " +
-                                std::to_string(options.block_bytes) +
-                                ", must be a positive multiple of 4096");
-  }
-  if (options.threads < 1) {
-    throw std::invalid_argument("write_file: threads is " +
-                                std::to_string(options.threads) +
-                                ", must be >= 1");
-  }
-}
-
 // The header and the pieces in file order, without empty ones.
 std::vector<Piece> layout(std::string_view header, std::vector<Piece> pieces,
                           uint64_t file_bytes) {
@@ -179,7 +166,7 @@ std::unique_ptr<File> open_target(Io& io, const std::string& path, bool over,
 
 WriteResult write_blocks(Io& io, const std::string& path, BlockSource& source,
                          uint64_t file_bytes, const WriteOptions& options) {
-  check_options(options);
+  check_transfer("write_file", options.block_bytes, options.threads);
   const uint64_t block_bytes = options.block_bytes;
   const uint64_t num_blocks = (file_bytes + block_bytes - 1) / block_bytes;
   WriteResult result;
@@ -228,7 +215,7 @@ WriteResult write_blocks(Io& io, const std::string& path, BlockSource& source,
 WriteResult write_file(Io& io, const std::string& path, std::string_view header,
                        std::vector<Piece> pieces, uint64_t file_bytes,
                        const WriteOptions& options) {
-  check_options(options);
+  check_transfer("write_file", options.block_bytes, options.threads);
   PieceSource source(layout(header, std::move(pieces), file_bytes), options);
   return write_blocks(io, path, source, file_bytes, options);
 }
